@@ -126,7 +126,7 @@ def write(
     arch = arch_of(model.config)
     own = dict(tokens or {})
     writer = gguf.GGUFWriter(path, own.pop("general.architecture", arch), **settings)
-    for key, value in {**fields(model.config, arch), **own}.items():
+    for key, value in {**fields(model.config, arch), **_activations(model, arch), **own}.items():
         add(writer, key, value)
     for name, values in [*tensors(model, arch), *more]:
         if name in without:
@@ -212,6 +212,15 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
     return {**found, f"{arch}.rope.dimension_count": rotated}
 
 
+def _activations(model: Any, arch: str) -> dict[str, Any]:
+    """Numbers of each layer's xIELU."""
+    if arch != "apertus":
+        return {}
+    each = [layer.mlp.act_fn for layer in model.model.layers]
+    names = ("alpha_n", "alpha_p", "beta", "eps")
+    return {f"xielu.{name}": [getattr(one, name).float().item() for one in each] for name in names}
+
+
 def _latents(config: Any, arch: str) -> dict[str, Any]:
     """Of DeepSeek: one head of keys that all others share, and beside it what heads are made of."""
     sizes = {
@@ -258,7 +267,7 @@ def tensors(model: Any, arch: str) -> list[tuple[str, np.ndarray]]:
         rotated = model.model.rotary_emb.full_attention_inv_freq.numpy() != 0
         found.append(("rope_freqs.weight", np.where(rotated, 1, 1e30)))
     for path, tensor in model.state_dict().items():
-        if path in tied:
+        if path in tied or ".act_fn." in path:  # numbers of activations are fields
             continue
         values = tensor.detach().float().numpy()
         if (relaid := gguf_layouts.written(config, arch, path, values)) is not None:
@@ -339,7 +348,9 @@ def state_of(path: Path, plain: Any) -> dict[str, torch.Tensor]:
     for own, tensor in plain.state_dict().items():
         name = "model.embed_tokens.weight" if config.tie_word_embeddings and own == "lm_head.weight" else own
         relaid = gguf_layouts.read(config, arch, name, tensor.shape, values)
-        if relaid is not None:
+        if ".act_fn." in name:
+            found = tensor
+        elif relaid is not None:
             found = relaid
         elif ".experts." in name and arch != "gemma4":
             found = _expert_values(name, values, plain.get_submodule(name.rpartition(".")[0]))

@@ -127,6 +127,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "route_scale": 2.5,
     },
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "arcee": {},
     "cohere2": {"tie_word_embeddings": True, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
     "deepseek_v2": {"rope_parameters": YARN, "q_lora_rank": None},

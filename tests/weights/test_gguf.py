@@ -278,7 +278,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
             loading.load(path)
 
     refused(
-        r"of the family rwkv7, which is not read from GGUF: afmoe, arcee, ", tokens={"general.architecture": "rwkv7"}
+        r"of the family rwkv7, which is not read from GGUF: afmoe, apertus, ", tokens={"general.architecture": "rwkv7"}
     )
     refused(r"token_embd.weight in TQ2_0, which is not computed with here: .*Q4_K", Kind.TQ2_0)
     refused(r"tokenizer that cuts texts as 'odd'", tokens={**TOKENS, "tokenizer.ggml.pre": "odd"})

@@ -23,6 +23,7 @@ from tests.weights.test_gguf import GREEDY, dequantised, mixed
 
 RELAID = {
     "afmoe": "*=experts",
+    "apertus": "*=stream",
     "deepseek_v2": "*=stream",
     "deepseek_v3": "*=experts",
     "ernie4_5_moe": "*=experts",
@@ -126,6 +127,7 @@ def test_files_of_mistral_3_are_of_two_kinds_and_a_third_is_refused(tmp_path: Pa
 
 
 REFUSED = (
+    ("apertus", "xielu.beta", [0.5], "does not say xielu.beta of each layer"),
     ("qwen3_5", "qwen35.ssm.state_size", 32, "its fields and its tensors are of different models"),
     ("qwen3_5", "qwen35.ssm.group_count", 0, "does not say how large its heads are"),
     ("qwen3_5", "qwen35.ssm.group_count", 3, "does not say how large its heads are"),

@@ -19,6 +19,7 @@ __all__ = ["FAMILIES", "entries_of", "family_of", "unused_in"]
 
 FAMILIES: Final[Mapping[str, str]] = {
     "afmoe": "afmoe",
+    "apertus": "apertus",
     "arcee": "arcee",
     "bailingmoe2": "glm4_moe",
     "cohere2": "cohere2",

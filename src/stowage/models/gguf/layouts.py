@@ -18,7 +18,7 @@ from stowage.models.gguf.gemma import altup_layout
 from stowage.models.gguf.hybrids import HYBRIDS, mamba_layout, shared_layout
 from stowage.models.gguf.kimi import delta_layout
 from stowage.models.gguf.mixtures import joined_heads
-from stowage.models.gguf.relaid import Layout, Made, Rows
+from stowage.models.gguf.relaid import Layout, Made, Rows, Stated
 from stowage.weights.gguf import GgufTensor
 
 __all__ = ["adds_1", "layout_of", "named"]
@@ -67,6 +67,8 @@ def layout_of(architecture: str, config: Any, path: str, tensors: Mapping[str, G
         return Made((f"{block}.attn_{own}",), lambda found: found[0])
     if architecture == "bailingmoe2":
         return joined_heads(config, block, own, tensors)
+    if architecture == "apertus" and own.startswith("act_fn."):
+        return Stated(f"xielu.{own.removeprefix('act_fn.')}", int(match[1]))
     if architecture in HYBRIDS:
         return mamba_layout(architecture, block, own)
     if architecture in ("deepseek2", "glm-dsa", "kimi-linear") and own == "kv_b_proj.weight":

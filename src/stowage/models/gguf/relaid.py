@@ -1,4 +1,4 @@
-"""The two ways in which a parameter can lie in a GGUF file otherwise than Transformers has it."""
+"""The ways in which a parameter can lie in a GGUF file otherwise than Transformers has it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Layout", "Made", "Rows"]
+__all__ = ["Layout", "Made", "Rows", "Stated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,4 +32,13 @@ class Made:
     make: Callable[[Sequence[Tensor]], Tensor]
 
 
-Layout = Rows | Made
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """One number, which a field says for each layer."""
+
+    field: str
+    layer: int
+    names: tuple[str, ...] = ()
+
+
+Layout = Rows | Made | Stated

@@ -19,7 +19,7 @@ from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models.gguf.config import heads_of
 from stowage.models.gguf.families import unused_in
 from stowage.models.gguf.layouts import adds_1, layout_of, named
-from stowage.models.gguf.relaid import Layout, Rows
+from stowage.models.gguf.relaid import Made, Rows, Stated
 from stowage.weights.checkpoint import Span
 from stowage.weights.gguf import TYPES, GgufFile, GgufTensor
 from stowage.weights.quantized.blocks import joined
@@ -67,6 +67,9 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
     in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for path, parameter in parameters.items():
         layout = layout_of(file.architecture, config, path, file.tensors)
+        if isinstance(layout, Stated):
+            values[path] = torch.full(parameter.shape, _stated(file, layout)).to(dtype)
+            continue
         wanted = names(path) if layout is None else layout.names
         found = [file.tensors[name] for name in wanted if name in file.tensors]
         missing = next((name for name in wanted if name not in file.tensors), None)
@@ -205,7 +208,9 @@ def _other_models(tensor: GgufTensor, path: str, shape: Sequence[int]) -> Checkp
     )
 
 
-def _made(path: str, shape: Sequence[int], layout: Layout, found: Sequence[GgufTensor], dtype: torch.dtype) -> Tensor:
+def _made(
+    path: str, shape: Sequence[int], layout: Rows | Made, found: Sequence[GgufTensor], dtype: torch.dtype
+) -> Tensor:
     """Numbers in memory: of tensors that are put together otherwise than they lie."""
     each = {tensor.name: _unpacked(tensor) for tensor in found}
     try:
@@ -216,6 +221,14 @@ def _made(path: str, shape: Sequence[int], layout: Layout, found: Sequence[GgufT
         return numbers.reshape(tuple(shape)).to(dtype).contiguous()
     except (RuntimeError, IndexError) as error:
         raise _other_models(found[0], path, shape) from error
+
+
+def _stated(file: GgufFile, layout: Stated) -> float:
+    said = file.fields.get(layout.field)
+    own = said[layout.layer] if isinstance(said, list) and layout.layer < len(said) else said
+    if not isinstance(own, float):
+        raise CheckpointError(f"{file.paths[0]} does not say {layout.field} of each layer; download it again.")
+    return own
 
 
 def _unpacked(tensor: GgufTensor) -> Tensor:
