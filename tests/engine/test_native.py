@@ -73,10 +73,10 @@ class Case:
     """Keys and values of one sequence, scattered over a pool; and attention over them as its definition has it."""
 
     def __init__(self, length: int, kind: Kind, window: int, block_tokens: int, *, heads=(4, 2), width=20, value=12,
-                 dtype=torch.float32, softcap=0.0, sinks=False) -> None:  # fmt: skip
+                 dtype=torch.float32, softcap=0.0, sinks=False, rounded=False) -> None:  # fmt: skip
         self.length, self.kind, self.window, self.block_tokens = length, kind, window, block_tokens
         self.heads, self.kv_heads = heads
-        self.softcap = softcap
+        self.softcap, self.rounded = softcap, rounded
         self.sinks = numbers(self.heads, seed=5) if sinks else None
         blocks = -(-length // block_tokens)
         self.table = torch.randperm(blocks + 2, generator=torch.Generator().manual_seed(3))[:blocks]
@@ -100,7 +100,10 @@ class Case:
             at, tokens = at + len(tables[-1]), tokens + end - begin
         steps = kernels.AttentionRuns(torch.cat(tables), torch.tensor(runs), self.kind, self.window, self.block_tokens)
         return kernels.attend(
-            torch.cat(queries), self.keys, self.values, steps, 0.3, softcap=self.softcap, sinks=self.sinks
+            *(torch.cat(queries), self.keys, self.values, steps, 0.3),
+            softcap=self.softcap,
+            sinks=self.sinks,
+            rounded=self.rounded,
         )
 
     def definition(self) -> Tensor:
@@ -133,7 +136,26 @@ class Case:
 def test_attention_is_right(kind, window, more, dtype, instructions):
     case = Case(210, kind, window, 16, dtype=dtype, **more)
     bound = 2e-6 if dtype is torch.float32 else 2e-2
-    assert (case.attend((0, 210)).double() - case.definition()).abs().max() < bound
+    exact, defined = case.attend((0, 210)), case.definition()
+    assert (exact.double() - defined).abs().max() < bound
+    case.rounded = True
+    found = case.attend((0, 210))
+    assert torch.equal(found, exact) == (dtype is torch.float32)
+    assert (found.double() - defined).square().mean().sqrt() < 1.5 * (exact.double() - defined).square().mean().sqrt()
+
+
+def test_rounded_weights_are_those_of_bfloat16():
+    """One key in reach of another: e to the power of what their scores differ by, rounded, is what values weigh."""
+    case = Case(2, Kind.FULL, 0, 16, heads=(1, 1), width=16, value=16, dtype=torch.bfloat16, rounded=True)
+    differ = torch.linspace(0, 24, 300, dtype=torch.float64).bfloat16()
+    case.keys.zero_()
+    case.values[case.table[0], :2] = torch.tensor([0.0, 1.0])[:, None, None].bfloat16()
+    case.keys[case.table[0], 0, 0, 0] = 1.0
+    for one in differ:
+        case.query[1].zero_()[0, 0] = one
+        low = (-one.float() * 0.3).exp().item()
+        expected = low / (1 + low) if low > 2.0**-30 else 0.0
+        assert case.attend((1, 2))[0, 0, 0].item() == pytest.approx(expected, rel=2**-7)
 
 
 @settings(max_examples=60, deadline=None)
@@ -141,11 +163,12 @@ def test_attention_is_right(kind, window, more, dtype, instructions):
     kind=st.sampled_from([(Kind.FULL, 0), (Kind.SLIDING, 40), (Kind.SLIDING, 64), (Kind.CHUNKED, 48)]),
     block_tokens=st.sampled_from([16, 32, 48]),
     half=st.booleans(),
+    rounded=st.booleans(),
     cuts=st.lists(st.integers(1, 149), min_size=1, max_size=5, unique=True),
 )
-def test_a_row_of_attention_is_its_own(kind, block_tokens, half, cuts):
+def test_a_row_of_attention_is_its_own(kind, block_tokens, half, rounded, cuts):
     """Cut anywhere, the pieces in any number of steps: the same bits."""
-    case = Case(150, *kind, block_tokens, dtype=torch.bfloat16 if half else torch.float32)
+    case = Case(150, *kind, block_tokens, value=32, dtype=torch.bfloat16 if half else torch.float32, rounded=rounded)
     whole = case.attend((0, 150))
     places = [0, *sorted(cuts), 150]
     pieces = list(itertools.pairwise(places))
@@ -160,12 +183,14 @@ ODD = (torch.inf, -torch.inf, torch.nan, -0.0, 1e-40, -1e-40, 3e38, -3e38, 1e20)
 """What rounds, overflows and compares in its own way."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "rounded"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (16, 1)])
 @pytest.mark.parametrize("width", [4, 20, 64, 72])
-def test_many_queries_give_the_bits_of_each_alone(width, heads, dtype, instructions):
+def test_many_queries_give_the_bits_of_each_alone(width, heads, dtype, rounded, instructions):
     """Many go with keys turned, few with keys as they lie; one at a time is what decoding does."""
-    case = Case(140, Kind.SLIDING, 100, 16, heads=heads, width=width, value=width + 8, dtype=dtype, softcap=0.0)
+    case = Case(140, Kind.SLIDING, 100, 16, heads=heads, width=width, value=width + 8, dtype=dtype, rounded=rounded)
     for odd in (False, True):
         if odd:
             places = torch.Generator().manual_seed(9)

@@ -43,13 +43,15 @@ def file(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_answers_depend_on_nothing_but_the_option(kinds: str, dtype: str, file: Callable[[str], Path]) -> None:
-    nothing = not {name.lower() for name in kinds.split()} & kernels.INTEGER_FORMATS
+    plain = not {name.lower() for name in kinds.split()} & kernels.INTEGER_FORMATS
+    nothing = plain and dtype == "float32"
     path, memory = file(kinds), {"kv_cache_memory": "8MiB", "host_memory": "16MiB"}
     with Engine(path, Memory(**memory), dtype=dtype) as engine:
         published = answers(engine, ASKED)
     with Engine(path, Memory(**memory), dtype=dtype, int8_activations=True, deterministic=True) as engine:
         assert engine.exact
         assert ("changes nothing" in engine.int8_note) == nothing
+        assert ("only how attention" in engine.int8_note) == (plain and not nothing)
         expected = answers(engine, ASKED)
         assert engine.flush()
         assert answers(engine, ASKED) == expected, "from the cache"
@@ -107,7 +109,8 @@ def test_it_is_refused_where_it_cannot_be(file: Callable[[str], Path], monkeypat
 def test_what_is_told_and_the_setting() -> None:
     assert load_settings({}, {"STOWAGE_INT8_ACTIVATIONS": "1"})["int8_activations"] is True
     assert load_settings({}, {})["int8_activations"] is False
-    assert "changes nothing" in note_of(["fp8", "bf16"])
+    assert "changes nothing" in note_of(["fp8", "bf16"], half=False)
+    assert "only how attention" in note_of(["fp8", "bf16"])
     assert "fp8 are multiplied as ever" in note_of(["q8_0", "fp8", "bf16"])
     assert "as ever" not in note_of(["q8_0", "bf16"])
     assert "rounded to 8 bits" in note_of([], packed=True)

@@ -129,7 +129,8 @@ def _with_formats(model: "Model", machine: "Machine", *, int8: bool) -> "Model":
     told: tuple[str, ...] = ()
     if int8:
         ours = [name for name in model.format_names if format_speed.is_ours(name)]
-        told = (note_of(set(model.format_names) - set(ours), packed=bool(ours)),)
+        half = model.dtype == "bfloat16"
+        told = (note_of(set(model.format_names) - set(ours), packed=bool(ours), half=half),)
         model = format_speed.with_int8(model, machine)
     slower = format_speed.notes(model.format_names, model.dtype, machine)
     return replace(model, notes=(*model.notes, *slower, *told))

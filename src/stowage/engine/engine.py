@@ -69,8 +69,9 @@ class Engine:
         deterministic: do not open where answers cannot be exact, which is the same to the bit however a prompt's state
         arrived and whatever is computed beside it (``docs/internals.md#exact-answers``). batch_dependent: they need not
         be exact where they can.
-        int8_activations: round what weights in integer formats are multiplied with to 8 bits, which is quicker; answers
-        are not those of the published weights then (``docs/weights.md#activations-in-8-bits``).
+        int8_activations: round what weights in integer formats are multiplied with to 8 bits, and what attention weighs
+        values with to bfloat16, which is quicker; answers are not those of the published weights then
+        (``docs/weights.md#activations-in-8-bits``).
         cuda_graphs: decode steps are recorded and replayed (``docs/internals.md#cuda``); None: where that is possible.
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
         adapter: a LoRA adapter's directory, as PEFT saves it, which is added to every answer; or several by name

@@ -127,19 +127,23 @@ def _paged(
 ) -> Tensor:
     keys, values = views
     elsewhere = None if away is None else (away[0], away[1])
-    softcap = scores.softcap or 0.0
-    return kernels.attend(query, keys, values, runs, scores.scale, softcap=softcap, sinks=scores.sinks, away=elsewhere)
+    softcap, rounded = scores.softcap or 0.0, current.get().rounded
+    return kernels.attend(
+        *(query, keys, values, runs, scores.scale), softcap=softcap, sinks=scores.sinks, away=elsewhere, rounded=rounded
+    )
 
 
 def _paged_latent(
     module: Any, query: Tensor, views: Views, away: Views | None, runs: kernels.AttentionRuns, scores: Scores
 ) -> Tensor:
     rank, nope = module.kv_lora_rank, module.qk_nope_head_dim
-    for_queries, for_values = current.get().latent_weights.of(module, query.shape[1])
+    step = current.get()
+    for_queries, for_values = step.latent_weights.of(module, query.shape[1])
     seen = kernels.per_head(query[..., :nope], for_queries)
     wide = torch.cat((seen, query[..., nope:]), dim=-1)
     elsewhere = None if away is None else (away[0], away[0][..., :rank])
-    mixed = kernels.attend(wide, views[0], views[0][..., :rank], runs, scores.scale, away=elsewhere)
+    values = views[0][..., :rank]
+    mixed = kernels.attend(wide, views[0], values, runs, scores.scale, away=elsewhere, rounded=step.rounded)
     return kernels.per_head(mixed, for_values)
 
 

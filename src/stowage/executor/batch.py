@@ -112,6 +112,8 @@ class ForwardStep:
     kernels: bool = False
     """Whether recurrent layers are computed by them, too."""
     latent_weights: LatentWeights = field(default_factory=LatentWeights)
+    rounded: bool = False
+    """Whether attention's weights are rounded to bfloat16, where keys are."""
     written: int | None = None
     """The layer whose keys were written and not read yet."""
 

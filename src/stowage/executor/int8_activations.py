@@ -1,10 +1,11 @@
 """Activations in 8 bits: what is multiplied with weights in integer formats is rounded, and multiplied as integers.
 
-    32 activations   ->   a scale in float32, 32 whole numbers from -127 to 127   (dynamic quantization)
+    32 activations                  ->   a scale in float32, 32 whole numbers from -127 to 127   (dynamic quantization)
+    what attention weighs with      ->   bfloat16, where the model computes in that
 
 Owns where that is possible, and what is told of it. An answer is not that of the published weights in bfloat16 then;
 but it still depends on nothing that offloading, caching or batching decides. The kernels do it (``kernels``), asked by
-``RowInvariance``; keys of stored KV say so (``INT8_NAME``).
+``RowInvariance`` and by attention; keys of stored KV say so (``INT8_NAME``).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
+import torch
+
 from stowage.errors import ConfigError
 from stowage.executor import kernels
 from stowage.weights.quantized.codes import form_of
 from stowage.weights.quantized.formats import PLAIN
 
-INT8_NAME: Final = "int8-activations/1"
+INT8_NAME: Final = "int8-activations/2"
 """Raised when the way of rounding changes."""
 
 
@@ -41,14 +44,17 @@ def int8_note(model: Any) -> str:
     """What it means for ``model``."""
     formats = {spec.name for module in model.modules() for spec in getattr(module, "block_specs", ())}
     packed = any(form_of(name) for name, _ in model.named_parameters())
-    return note_of(formats, packed=packed)
+    return note_of(formats, packed=packed, half=model.dtype is torch.bfloat16)
 
 
-def note_of(formats: Iterable[str], *, packed: bool = False) -> str:
-    """The same of matrices in these ``formats``; ``packed``: whether there are some of `stowage pack` too."""
+def note_of(formats: Iterable[str], *, packed: bool = False, half: bool = True) -> str:
+    """The same of matrices in these ``formats``; ``packed``: whether there are some of `stowage pack` too; ``half``:
+    whether the model computes in bfloat16.
+    """
     others = set(formats) - kernels.INTEGER_FORMATS
     if not packed and others == set(formats):
-        return "--int8-activations changes nothing: no weights of this model are in a format that is multiplied so."
+        changes = "only how attention weighs values, rounded to bfloat16" if half else "nothing"
+        return f"--int8-activations changes {changes}: no weights of this model are in a format that is multiplied so."
     beside = f"; weights in {', '.join(sorted(others))} are multiplied as ever" if others - PLAIN.keys() else ""
     return (
         "Activations are rounded to 8 bits: answers are close to those of the published weights, and not the same"

@@ -347,10 +347,11 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     away: tuple[Tensor, Tensor] | None = None,
+    rounded: bool = False,
 ) -> Tensor:
     """Attention ``[tokens, heads, value_dim]`` of ``query`` ``[tokens, heads, dim]`` over ``keys`` and ``values``
     ``[blocks, block_tokens, kv_heads, dim]`` of a pool, which hold the tokens themselves already. ``away``: the same of
-    host memory, for blocks that are there.
+    host memory, for blocks that are there. ``rounded``: of bfloat16, weights are rounded to it, which is quicker.
     """
     keys_away, values_away = away or (None, None)
     tokens, heads, width = query.shape
@@ -378,6 +379,7 @@ def attend(
         softcap,
         half,
         half,
+        rounded and half,
         torch.get_num_threads(),
     )
     return out

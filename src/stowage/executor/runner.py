@@ -69,7 +69,7 @@ class Runner:
         self._cache = PagedCache(layout.layers, self._recurrent)
         self._takes_rows = takes_rows(model)
         self._cache_name = cache_name(model)
-        self._exact = exact is not None
+        self._exact, self._int8 = exact is not None, int8
         self._piece_tokens = exact.grid if exact is not None and exact.alone else 0
         self._kernels = kernels.wanted(model.device, model.dtype)
         if model.device.type == "cpu":
@@ -203,7 +203,7 @@ class Runner:
             paged=self._paged,
             device=self._device,
         )
-        step.kernels, step.latent_weights = self._kernels, self._latent_weights
+        step.kernels, step.latent_weights, step.rounded = self._kernels, self._latent_weights, self._int8
         return step
 
     def _recorded(self, inputs: Inputs) -> Tensor:

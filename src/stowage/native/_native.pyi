@@ -120,6 +120,7 @@ def attention(
     softcap: float,
     half: bool,
     narrow: bool,
+    rounded: bool,
     threads: int,
     /,
 ) -> None: ...

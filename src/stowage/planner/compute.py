@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.planner import forwards, weight_speeds
+from stowage.planner.machine import INT8
 
 ROWS = (1, 2, 4, 8, 32, 128, 512, 1024)
 _OUT, _IN = 4096, 2048
@@ -52,6 +53,8 @@ def measure(say: Callable[[str], object], file: Path | None = None) -> dict[str,
     """All speeds, as fields of ``Machine``. ``say`` hears what is being measured; ``file`` is read while computing."""
     import torch
 
+    from stowage.executor import kernels
+
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     wait = torch.cuda.synchronize if cuda else (lambda: None)
@@ -63,6 +66,8 @@ def measure(say: Callable[[str], object], file: Path | None = None) -> dict[str,
             say(f"matrix products in {name}")
             found["products"][name] = products(dtype, device, wait)
             found["attention"][name] = attention(dtype, device, wait)
+            if dtype is torch.bfloat16 and kernels.wanted(device, dtype):
+                found["attention"][name + INT8] = attention(dtype, device, wait, int8=True)
         found["waited_share"] = waited_share()
         if cuda:
             say("layers")
@@ -126,17 +131,17 @@ def products(dtype: Any, device: Any, wait: Callable[[], object]) -> dict[int, f
     return rates
 
 
-def attention(dtype: Any, device: Any, wait: Callable[[], object]) -> float:
-    """Operations per second of causal attention; as the engine computes it."""
+def attention(dtype: Any, device: Any, wait: Callable[[], object], *, int8: bool = False) -> float:
+    """Operations per second of causal attention; as the engine computes it, ``int8``: with activations in 8 bits."""
     from stowage.executor import kernels
 
     heads, tokens, size = _ATTENTION
-    attend = _by_kernels if kernels.wanted(device, dtype) else _by_torch
+    attend = partial(_by_kernels, int8) if kernels.wanted(device, dtype) else _by_torch
     seconds = typical_s(attend(dtype, device), wait)
     return 4 * heads * size * tokens * (tokens + 1) / 2 / seconds
 
 
-def _by_kernels(dtype: Any, device: Any) -> Callable[[int], object]:
+def _by_kernels(int8: bool, dtype: Any, device: Any) -> Callable[[int], object]:
     import torch
 
     from stowage.core.geometry import Kind
@@ -148,7 +153,7 @@ def _by_kernels(dtype: Any, device: Any) -> Callable[[int], object]:
     keys = torch.full((blocks, _BLOCK_TOKENS, max(1, heads // _FOLD), size), 0.5, dtype=dtype, device=device)
     run = torch.tensor([[0, tokens, 0, 0, 0]])
     runs = AttentionRuns(torch.arange(blocks), run, Kind.FULL, 0, _BLOCK_TOKENS)
-    return lambda at: attend(query, keys, keys, runs, size**-0.5)
+    return lambda at: attend(query, keys, keys, runs, size**-0.5, rounded=int8)
 
 
 def _by_torch(dtype: Any, device: Any) -> Callable[[int], object]:

@@ -78,7 +78,7 @@ def is_ours(name: str) -> bool:
 
 
 def with_int8(model: Model, machine: Machine) -> Model:
-    """``model`` with the names of products with activations in 8 bits, where there are such."""
+    """``model`` with the names of products with activations in 8 bits, where there are such, and of its attention."""
     known = machine.formats.get(model.dtype, {})
 
     def renamed(parts: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
@@ -87,7 +87,8 @@ def with_int8(model: Model, machine: Machine) -> Model:
             for part, counts in parts.items()
         }
 
-    return replace(model, formats=renamed(model.formats), outputs=renamed(model.outputs))
+    attended = model.dtype + INT8 if model.dtype + INT8 in machine.attention else ""
+    return replace(model, formats=renamed(model.formats), outputs=renamed(model.outputs), attended=attended)
 
 
 def notes(formats: Sequence[str], dtype: str, machine: Machine) -> tuple[str, ...]:

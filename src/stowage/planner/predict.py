@@ -126,7 +126,7 @@ def prompt_s(model: Model, machine: Machine, workload: Workload, away: Away, pro
     """
     total, done = prompts * workload.prompt, 0
     seconds = 0.0
-    attend_s = machine.attend_s(model.dtype, prompts * model.prompt_pair_operations(workload.prompt))
+    attend_s = machine.attend_s(model.attended or model.dtype, prompts * model.prompt_pair_operations(workload.prompt))
     while done < total:
         tokens = min(max(1, workload.step_tokens), total - done)
         ended = max(1, (done + tokens) // workload.prompt - done // workload.prompt)

@@ -145,6 +145,8 @@ class Model:
     """
     outputs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """The same parts: of how many outputs their matrices are, by format; of plain numbers under an empty name."""
+    attended: str = ""
+    """The name of its attention in ``Machine.attention``, where that is not its type's."""
 
     def narrow_outputs(self, part: str) -> dict[str, float]:
         """By format, how many outputs a part has for each of its parameters beyond those that it had if all matrices

@@ -133,18 +133,22 @@ static void NAME(soften)(const Attention *job, int row, int rows, const int *fro
         s->peak[row + r] = peaks[r];
     }
     NAME(store)(shrink, NAME(exponential)(NAME(load)(shrink)));
+    const float nothing = job->rounded ? SUM_LEAST : 0.0f;
     for (int r = 0; r < rows; r++) {
         float *out = s->out + (row + r) * job->value_width;
         NAME(vec) sum = {0};
         for (int i = 0; i < KEYS; i += LANES) {
-            NAME(vec) weight = NAME(exponential)(NAME(load)(scores[r] + i) - peaks[r]);
+            NAME(vec) below = NAME(load)(scores[r] + i) - peaks[r];
+            NAME(vec) weight = job->rounded ? NAME(rounded_exponential)(below) : NAME(exponential)(below);
             NAME(store)(scores[r] + i, weight);
             sum += weight;
         }
         s->sum[row + r] = s->sum[row + r] * shrink[r] + NAME(total)(sum);
         if (shrink[r] != 1.0f)
-            for (int64_t d = 0; d < job->value_width; d++)
-                out[d] *= shrink[r];
+            for (int64_t d = 0; d < job->value_width; d++) {
+                float shrunk = out[d] * shrink[r];
+                out[d] = fabsf(shrunk) < nothing ? 0.0f : shrunk;
+            }
     }
 }
 
@@ -216,7 +220,7 @@ static void NAME(tile_rows)(const Attention *job, int row, int rows, int way, co
         int own = r < rows ? r : rows - 1;
         q[r] = s->q + (row + own) * job->width;
         out[r] = s->out + (row + own) * job->value_width;
-        weights[r] = scores[r] = way == SCORED ? s->scores + (row + own) * KEYS : s->weights[own];
+        weights[r] = scores[r] = way >= SCORED ? s->scores + (row + own) * KEYS : s->weights[own];
         low = from[own] < low ? from[own] : low;
         high = until[own] > high ? until[own] : high;
         first = from[own] > first ? from[own] : first;
@@ -229,6 +233,10 @@ static void NAME(tile_rows)(const Attention *job, int row, int rows, int way, co
     else if (way == LYING)
         NAME(scorers)[half][rows - 1](q, s->key, job->width, s->weights, low, high);
     NAME(soften)(job, row, rows, from, until, scores, s);
+    if (way == LAID) {
+        s->scoring->add(job->value_width, weights, low, high, out, s);
+        return;
+    }
     if (first > last) /* there is no key that all see */
         first = last = 0;
     for (int r = 0; r < rows; r++)
@@ -273,14 +281,18 @@ static void NAME(rows)(const Attention *job, const Run *run, int64_t head, int64
     for (int64_t at = first / KEYS * KEYS; at <= last; at += KEYS) {
         int low = at < first ? (int)(first - at) : 0, high = at + KEYS <= last ? KEYS : (int)(last + 1 - at);
         NAME(fetch)(job, run, head, at, low, high, s);
-        NAME(announce)(job, run, head, at + KEYS, at + 2 * KEYS <= last ? at + 2 * KEYS : last + 1);
+        if (!turned)
+            NAME(announce)(job, run, head, at + KEYS, at + 2 * KEYS <= last ? at + 2 * KEYS : last + 1);
         for (int r = 0; r < rows; r++) {
             from[r] = seen[r] - at > low ? (int)(seen[r] - at) : low;
             until[r] = positions[r] - at < high ? (int)(positions[r] - at) + 1 : high;
         }
         int scored = scoring && s->scoring->score(job->width, rows, low, high, from, until, s);
         int way = scored ? SCORED : turned ? TURNED : LYING;
-        if (way != LYING && job->half)
+        if (scored && job->rounded && job->value_width % 16 == 0
+            && s->scoring->lay_values(job->value_width, low, high, s))
+            way = LAID;
+        if ((way == TURNED || way == SCORED) && job->half)
             NAME(widen_rows)(s->value, low, high, job->value_width, s->values);
         if (way == TURNED && job->half)
             NAME(widen_rows)(s->key, low, high, job->width, s->keys);

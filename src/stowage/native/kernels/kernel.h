@@ -40,6 +40,8 @@
 #define TURNED_ROWS 16 /* with so many, turning keys pays */
 #define SCORE_LANES 4096 /* sums of lanes before they are added: 4 of 32 rows by 32 keys */
 
+#define SUM_LEAST 0x1p-100f /* smaller ones of what was weighed with rounded weights count as 0, where they shrink */
+
 enum { FULL = 0, SLIDING = 1, CHUNKED = 2 };
 
 enum { AWAY = -2 }; /* -1 is a block that is nowhere */
@@ -113,7 +115,8 @@ typedef struct {
     int64_t begin, count, start, table, base;
 } Run;
 
-/* Queries, keys and values in bfloat16 if `half`, else float32; what comes out in bfloat16 if it is `narrow`. */
+/* Queries, keys and values in bfloat16 if `half`, else float32; what comes out in bfloat16 if it is `narrow`. `rounded`:
+ * weights are rounded to bfloat16, which is quicker. */
 typedef struct {
     const void *q;
     void *out;
@@ -123,7 +126,7 @@ typedef struct {
     const float *sinks;
     int64_t count, heads, fold, width, value_width, block_tokens, window, kind;
     float scale, softcap;
-    int half, narrow;
+    int half, narrow, rounded;
 } Attention;
 
 /* `rows` rows of x, `width` numbers each, side by side; x, w and y in bfloat16 if `half`, else float32. ROUNDED: what
@@ -223,28 +226,32 @@ typedef struct {
 
 enum { DELTA_VALUES = 64, SCAN_TOKENS = 16, CHANNELS = 256, TAPS = 16 }; /* what is worked on at a time; taps at most */
 
-/* What there is of a tile of keys: they lie in memory; they are turned, and values widened; scores are there already. */
-enum { LYING = 0, TURNED = 1, SCORED = 2 };
+/* What there is of a tile of keys: they lie in memory; they are turned, and values widened; scores are there already, and
+ * values widened; and values in pairs. */
+enum { LYING = 0, TURNED = 1, SCORED = 2, LAID = 3 };
 
 typedef struct Scoring Scoring;
 
 /* What one thread works with: rows of queries and what has become of them, and a tile of keys and values. Where there
- * is a `scoring`, also queries and keys laid out in pairs, scores [ROWS, KEYS], and sums of lanes. */
+ * is a `scoring`, also queries, keys and values laid out in pairs, scores [ROWS, KEYS], and sums of lanes. */
 typedef struct {
     float *q, *out, *peak, *sum, *keys, *values, *turned, *weights[MANY], *scores, *lanes;
     const void *key[KEYS], *value[KEYS]; /* floats, or what they lie as: see `fetch` */
     const uint16_t *query[ROWS];
-    uint32_t *query_pairs, *key_pairs;
+    uint32_t *query_pairs, *key_pairs, *value_pairs;
     const Scoring *scoring;
 } Scratch;
 
 /* Scores of many rows in bfloat16 by instructions for it, with the bits of floats. A thread calls `begin`, if there
- * is one, before all rows of a width, and `end` after them. `lay_queries` and `score` return 0 where floats must do it. */
+ * is one, before all rows of a width, and `end` after them. `lay_queries`, `score` and `lay_values` return 0 where floats
+ * must do it. What is laid, `add` weighs with rounded weights; of widths that are multiples of 16. */
 struct Scoring {
     void (*begin)(int64_t width);
     void (*end)(void);
     int (*lay_queries)(int64_t width, int rows, Scratch *s);
     int (*score)(int64_t width, int rows, int low, int high, const int *from, const int *until, Scratch *s);
+    int (*lay_values)(int64_t width, int low, int high, Scratch *s);
+    void (*add)(int64_t width, const float *const *weights, int low, int high, float *const *out, const Scratch *s);
 };
 
 typedef void (*Share)(void *job);

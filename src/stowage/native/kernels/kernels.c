@@ -234,6 +234,7 @@ static void share_attention(void *argument)
         s.lanes = s.scores + ROWS * KEYS;
         s.query_pairs = (uint32_t *)(s.lanes + SCORE_LANES);
         s.key_pairs = s.query_pairs + ROWS * pairs;
+        s.value_pairs = (uint32_t *)s.values;
         if (scored->begin != NULL)
             scored->begin(job->width);
     }
@@ -282,11 +283,11 @@ static PyObject *attention(PyObject *self, PyObject *args)
     (void)self;
     int threads;
     Attention job;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&nnnnnnnnffiii", read_address, &job.q, read_address, &job.out, read_blocks,
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&nnnnnnnnffiiii", read_address, &job.q, read_address, &job.out, read_blocks,
                           &job.k, read_blocks, &job.v, read_address, &job.table, read_address, &job.runs, read_address,
                           &job.sinks, &job.count, &job.heads, &job.fold, &job.width, &job.value_width,
                           &job.block_tokens, &job.window, &job.kind, &job.scale, &job.softcap, &job.half,
-                          &job.narrow, &threads))
+                          &job.narrow, &job.rounded, &threads))
         return NULL;
     int there;
     Py_BEGIN_ALLOW_THREADS

@@ -209,4 +209,6 @@ static int pairs_scores(int64_t width, int rows, int low, int high, const int *f
 }
 #undef UNROLLED
 
-static const Scoring by_pairs = {NULL, NULL, pairs_lay_queries, pairs_scores};
+#include "pair_values.h"
+
+static const Scoring by_pairs = {NULL, NULL, pairs_lay_queries, pairs_scores, pairs_lay_values, pairs_add};

@@ -132,4 +132,4 @@ static int tiles_scores(int64_t width, int rows, int low, int high, const int *f
 }
 #undef UNROLLED
 
-static const Scoring by_tiles = {tile_scores_begin, tile_scores_end, tiles_lay_queries, tiles_scores};
+static const Scoring by_tiles = {tile_scores_begin, tile_scores_end, tiles_lay_queries, tiles_scores, pairs_lay_values, pairs_add};

@@ -180,12 +180,11 @@ static inline void NAME(decode_halves)(const uint8_t *from, int shift, float sca
  * Cephes (Moshier, 1992). */
 static inline ALWAYS NAME(vec) NAME(exponential)(NAME(vec) x)
 {
-    const NAME(vec) round = NAME(fill)(12582912.0f); /* 1.5 * 2^23: what is added to it becomes an integer */
+    const NAME(vec) round = NAME(fill)(12582912.0f); /* 1.5 * 2^23: what is added becomes an integer, its last bits */
     NAME(ints) small = x < NAME(fill)(-87.0f);
-    NAME(vec) inside = (NAME(vec))((NAME(ints))x & ~small); /* 0 where the answer is 0 anyway */
-    NAME(vec) shifted = inside * 1.44269504f + round;
+    NAME(vec) shifted = x * 1.44269504f + round;
     NAME(vec) n = shifted - round;
-    NAME(vec) r = inside - n * 0.693359375f;
+    NAME(vec) r = x - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
     NAME(vec) p = NAME(fill)(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -194,7 +193,19 @@ static inline ALWAYS NAME(vec) NAME(exponential)(NAME(vec) x)
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    NAME(ints) power = ((NAME(ints))shifted - (NAME(ints))round) << 23;
-    NAME(vec) scaled = (NAME(vec))((NAME(ints))p + power);
-    return (NAME(vec))((NAME(ints))scaled & ~small);
+    return (NAME(vec))(((NAME(ints))p + ((NAME(ints))shifted << 23)) & ~small);
+}
+
+/* The same rounded to bfloat16, up to 0.53 units in its last place; 0 below -20.75, which is less than 2^-29. */
+static inline ALWAYS NAME(vec) NAME(rounded_exponential)(NAME(vec) x)
+{
+    const NAME(vec) round = NAME(fill)(12582912.0f);
+    NAME(ints) small = x < NAME(fill)(-20.75f);
+    NAME(vec) shifted = x * 1.44269504f + round;
+    NAME(vec) r = x * 1.44269504f - (shifted - round);
+    NAME(vec) p = NAME(fill)(5.5008580e-2f) * r + 2.4221037e-1f;
+    p = p * r + 6.9328290e-1f;
+    p = p * r + 1.0f;
+    NAME(ints) bits = (NAME(ints))p + ((NAME(ints))shifted << 23) + 0x8000;
+    return (NAME(vec))(bits & ~0xffff & ~small);
 }
