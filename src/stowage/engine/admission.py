@@ -22,7 +22,7 @@ from stowage.cache.prefix_planner import GroupChunks, PrefixPlan, PrefixPlanner
 from stowage.cache.remote_lookup import RemoteLookup
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.engine.kv_manager import KVManager
-from stowage.engine.overlapped_load import OverlappedLoads
+from stowage.engine.overlapped_loads import OverlappedLoads
 from stowage.engine.sequence import Phase, Sequence
 from stowage.engine.swap.long_context import LongContextSwap
 from stowage.executor.block_pool import BlockPool, blocks_needed

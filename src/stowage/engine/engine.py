@@ -35,7 +35,7 @@ from stowage.engine.memory_budget import left, weights_budget
 from stowage.engine.prompts import Prompts
 from stowage.engine.request import Completion, Delta, Progress, Request
 from stowage.engine.sampling import Sampler, SamplingParams
-from stowage.engine.scheduling import scheduling
+from stowage.engine.scheduler_assembly import assemble_scheduler
 from stowage.engine.sequence import Sequence
 from stowage.engine.too_long import too_long
 from stowage.errors import RequestError
@@ -138,7 +138,7 @@ class Engine:
         """
         self._cost_model, self._eos = cost_model, eos
         self.grammars = Grammars(self.tokenizer, parts.layout.vocab, eos)
-        self._kv_manager, self._scheduler = scheduling(parts, self.memory, cost_model, self._clock)
+        self._kv_manager, self._scheduler = assemble_scheduler(parts, self.memory, cost_model, self._clock)
         self._ids = itertools.count()
         scheduler, kv_manager = self._scheduler, self._kv_manager
         self._loop = Loop(parts.runner, scheduler, kv_manager, self.store, cost_model, eos, self._clock, threads)

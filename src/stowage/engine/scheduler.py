@@ -15,7 +15,7 @@ from collections import deque
 from stowage.core.geometry import Kind
 from stowage.engine.admission import Admissions
 from stowage.engine.kv_manager import KVManager
-from stowage.engine.overlapped_load import OverlappedLoads
+from stowage.engine.overlapped_loads import OverlappedLoads
 from stowage.engine.sequence import Phase, Sequence, recurrent_cuts, sequence_of
 from stowage.engine.swap.long_context import LongContextSwap
 from stowage.engine.swap.preemption import PreemptionSwap

@@ -13,16 +13,16 @@ from stowage.config.memory import Memory
 from stowage.engine.admission import Admissions
 from stowage.engine.assembly import Parts
 from stowage.engine.kv_manager import KVManager
-from stowage.engine.overlapped_load import OverlappedLoads
+from stowage.engine.overlapped_loads import OverlappedLoads
 from stowage.engine.scheduler import Scheduler
 from stowage.engine.swap.long_context import LongContextSwap
 from stowage.engine.swap.preemption import PreemptionSwap
 from stowage.engine.swap.swap_space import SwapSpace
 
-__all__ = ["scheduling"]
+__all__ = ["assemble_scheduler"]
 
 
-def scheduling(
+def assemble_scheduler(
     parts: Parts, memory: Memory, cost_model: CostModel, clock: Callable[[], float]
 ) -> tuple[KVManager, Scheduler]:
     """The KV manager and the scheduler over ``parts``, under the budgets of ``memory``."""
