@@ -157,9 +157,9 @@ static void dynamic_block(const Linear *job, const Coded *row, int64_t k, uint8_
     case Q6_K:
         *scale = read_half(block + 208) * (float)(int8_t)block[192 + 2 * j];
         *more = read_half(block + 208) * (float)(int8_t)block[193 + 2 * j];
+        codes_q6_k(block, j, (int8_t *)codes);
         for (int i = 0; i < 32; i++)
-            codes[i] = (uint8_t)((block[j / 4 * 64 + j % 2 * 32 + i] >> j % 4 / 2 * 4 & 15)
-                                 | (block[128 + j / 4 * 32 + i] >> j % 4 * 2 & 3) << 4);
+            codes[i] += 32;
         return;
     case MXFP4_BLOCK:
         *scale = power_of(block[0]) * 0.5f;

@@ -31,12 +31,18 @@ enum { SMALL = 2, MEDIUM = 1, LARGE = 0 };
 #define UNPACK(format)                                                                                                 \
     static inline ALWAYS void dynamic_##format(const uint8_t *at, int part UNUSED, __m512i *first, __m512i *second)
 
+/* 16 bytes of each four blocks, or outputs, that are `apart`, of which so many are there. */
+static inline ALWAYS __m512i dynamic_brought(const uint8_t *at, int64_t apart, __mmask16 there)
+{
+    __m512i v = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(there, at));
+    v = _mm512_inserti32x4(v, _mm_maskz_loadu_epi8(there, at + apart), 1);
+    v = _mm512_inserti32x4(v, _mm_maskz_loadu_epi8(there, at + 2 * apart), 2);
+    return _mm512_inserti32x4(v, _mm_maskz_loadu_epi8(there, at + 3 * apart), 3);
+}
+
 static inline ALWAYS __m512i dynamic_four(const uint8_t *at, int apart)
 {
-    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)at));
-    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + apart)), 1);
-    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + 2 * apart)), 2);
-    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + 3 * apart)), 3);
+    return dynamic_brought(at, apart, 0xffff);
 }
 
 /* The same of `bytes`, from byte `first` on, of which all begin at even ones: two loads and a shuffle instead of four and

@@ -135,15 +135,6 @@ static __m512i dynamic_places(int kind, int64_t each)
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)places));
 }
 
-/* 16 bytes of each of four outputs that are `apart`, of which so many are there. */
-static inline ALWAYS __m512i dynamic_brought(const uint8_t *at, int64_t apart, __mmask16 there)
-{
-    __m512i v = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(there, at));
-    v = _mm512_inserti32x4(v, _mm_maskz_loadu_epi8(there, at + apart), 1);
-    v = _mm512_inserti32x4(v, _mm_maskz_loadu_epi8(there, at + 2 * apart), 2);
-    return _mm512_inserti32x4(v, _mm_maskz_loadu_epi8(there, at + 3 * apart), 3);
-}
-
 static inline ALWAYS __m512i dynamic_placed(__m512i v, __m512i places, int first)
 {
     return dynamic_dealt(v, _mm512_add_epi8(places, _mm512_set1_epi8((char)first))); /* what is to be zero stays so */

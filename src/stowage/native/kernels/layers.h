@@ -51,6 +51,18 @@ static void spread_linear(LinearShares *shares, long threads)
     spread(share_linear, shares, threads);
 }
 
+/* The same layer of at most `most` rows from one on, whose inputs lie laid out. */
+static Linear some_rows(const Linear *all, int64_t row, int64_t most, const void *laid)
+{
+    Linear job = *all;
+    int half = job.form >= HALVES && job.form != DYNAMIC;
+    job.rows = job.rows - row < most ? job.rows - row : most;
+    job.x = (const char *)job.x + (row * job.x_row << (half ? 1 : 2));
+    job.y = (char *)job.y + (size_t)(row * job.outputs) * (job.narrow ? 2 : 4);
+    job.packed = laid;
+    return job;
+}
+
 #ifdef TILES
 /* Shares of laying out inputs: 16 rows. */
 
@@ -75,13 +87,8 @@ static int spread_tiles(LinearShares *shares, int layers, long threads)
     if (room == NULL)
         return 0;
     for (int64_t row = 0; row < rows; row += most) {
-        for (int i = 0; i < layers; i++) {
-            Linear *job = &shares->job[i];
-            job->rows = rows - row < most ? rows - row : most;
-            job->x = (const uint16_t *)all[i].x + row * job->x_row;
-            job->y = (char *)all[i].y + (size_t)(row * job->outputs) * (job->narrow ? 2 : 4);
-            job->packed = room;
-        }
+        for (int i = 0; i < layers; i++)
+            shares->job[i] = some_rows(&all[i], row, most, room);
         LayShares lay = {.job = shares->job, .to = room};
         spread_pieces(lay_piece, &lay, (shares->job->rows + TILE_SIDE - 1) / TILE_SIDE, threads);
         spread_linear(shares, threads);
@@ -146,14 +153,8 @@ static int spread_dynamic(LinearShares *shares, int layers, long threads)
         for (int i = 0, alike; i < layers; i += alike) {
             RoundShares round = {.job = shares->job, .to = room};
             alike = rounded_alike(all, i, layers, &round.bias);
-            for (int j = 0; j < alike; j++) {
-                Linear *job = &shares->job[j];
-                *job = all[i + j];
-                job->rows = rows - row < most ? rows - row : most;
-                job->x = (const char *)job->x + (row * job->x_row << (job->form == DYNAMIC_HALVES ? 1 : 2));
-                job->y = (char *)job->y + (size_t)(row * job->outputs) * (job->narrow ? 2 : 4);
-                job->packed = (const char *)room;
-            }
+            for (int j = 0; j < alike; j++)
+                shares->job[j] = some_rows(&all[i + j], row, most, room);
             spread_pieces(round_piece, &round, round.job->rows, round.job->rows * round.job->inputs < 65536 ? 1 : threads);
             count_shares(shares, alike);
             spread_linear(shares, threads);

@@ -34,8 +34,8 @@ static inline ALWAYS NAME(vec) NAME(rotated)(NAME(vec) x, NAME(vec) cosine, NAME
             NAME(vec) a = LOAD(x + i), b = LOAD(x + side + i), y[2];                                                   \
             y[0] = NAME(rotated)(a, LOAD(c + i), -b, LOAD(s + i), half);                                               \
             y[1] = NAME(rotated)(b, LOAD(c + side + i), a, LOAD(s + side + i), half);                                  \
-            PUT(y[0], out + i);                                                                                        \
-            PUT(y[1], out + side + i);                                                                                 \
+            PUT(out + i, y[0]);                                                                                        \
+            PUT(out + side + i, y[1]);                                                                                 \
         }                                                                                                              \
         for (; i < side; i++) {                                                                                        \
             float a = ONE(x[i]), b = ONE(x[side + i]);                                                                 \
@@ -44,20 +44,15 @@ static inline ALWAYS NAME(vec) NAME(rotated)(NAME(vec) x, NAME(vec) cosine, NAME
         }                                                                                                              \
     }
 
-static inline ALWAYS void NAME(put_b)(NAME(vec) v, uint16_t *to)
+static inline ALWAYS void NAME(put_b)(uint16_t *to, NAME(vec) v)
 {
     float values[LANES];
     NAME(store)(values, v);
     NAME(narrow)(values, to, LANES);
 }
 
-static inline ALWAYS void NAME(put_f)(NAME(vec) v, float *to)
-{
-    NAME(store)(to, v);
-}
-
 ROTATE_HEAD(halves, uint16_t, 1, NAME(load_b), NAME(one_b), NAME(put_b), float_half)
-ROTATE_HEAD(floats, float, 0, NAME(load_f), NAME(one_f), NAME(put_f), NAME(one_f))
+ROTATE_HEAD(floats, float, 0, NAME(load_f), NAME(one_f), NAME(store), NAME(one_f))
 #undef ROTATE_HEAD
 
 /* Tokens [begin, end). */

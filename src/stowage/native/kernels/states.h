@@ -18,12 +18,8 @@ static void share_states(void *argument)
         atomic_store(&shares->failed, 1);
         return;
     }
-    for (;;) {
-        int64_t at = atomic_fetch_add(&shares->next, 1);
-        if (at >= shares->parts * shares->pieces)
-            break;
+    for (int64_t at; (at = atomic_fetch_add(&shares->next, 1)) < shares->parts * shares->pieces;)
         shares->work(shares->job, at / shares->pieces, at % shares->pieces, room);
-    }
     free(room);
 }
 

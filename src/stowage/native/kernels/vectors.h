@@ -84,10 +84,7 @@ static inline ALWAYS float NAME(one_f)(float from)
 
 static inline ALWAYS float NAME(one_b)(uint16_t from)
 {
-    uint32_t word = (uint32_t)from << 16;
-    float value;
-    memcpy(&value, &word, sizeof value);
-    return value;
+    return float_of((uint32_t)from << 16);
 }
 
 static inline ALWAYS float NAME(one_c)(int8_t from)

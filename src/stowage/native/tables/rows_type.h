@@ -127,7 +127,8 @@ static PyObject *rows_insert(Rows *r, PyObject *const *arguments, Py_ssize_t giv
     int64_t owner;
     Py_ssize_t count = -1;
     int failed = is_busy(r) || !takes("insert", given, 4) || read_owner(arguments[0], &owner) < 0 ||
-                 !is_list("extents", arguments[1]) || view_items(arguments[2], &keys, &count, KEY_BYTES, PyBUF_SIMPLE) < 0 ||
+                 !is_list("extents", arguments[1]) ||
+                 view_items(arguments[2], &keys, &count, KEY_BYTES, PyBUF_SIMPLE) < 0 ||
                  view_items(arguments[3], &fields, &count, r->width, PyBUF_SIMPLE) < 0 ||
                  insert_all(r, owner, arguments[1], keys.buf, fields.buf, count) < 0;
     PyBuffer_Release(&fields);
