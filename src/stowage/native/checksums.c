@@ -21,8 +21,6 @@ static int (*update)(void *, const void *, size_t);
 static Hash (*finish)(const void *);
 static int connected;
 
-static void *function(void *library, const char *name) { return dlsym(library, name); }
-
 static PyObject *connect_to(PyObject *Py_UNUSED(self), PyObject *path) {
     const char *text = PyUnicode_AsUTF8(path);
     if (text == NULL)
@@ -31,13 +29,13 @@ static PyObject *connect_to(PyObject *Py_UNUSED(self), PyObject *path) {
     if (library == NULL)
         Py_RETURN_FALSE;
     /* POSIX lets a function's address be taken this way, which C alone does not. */
-    *(void **)&make_state = function(library, "XXH3_createState");
-    *(void **)&free_state = function(library, "XXH3_freeState");
-    *(void **)&reset = function(library, "XXH3_128bits_reset");
-    *(void **)&update = function(library, "XXH3_128bits_update_dispatch"); /* for this processor */
+    *(void **)&make_state = dlsym(library, "XXH3_createState");
+    *(void **)&free_state = dlsym(library, "XXH3_freeState");
+    *(void **)&reset = dlsym(library, "XXH3_128bits_reset");
+    *(void **)&update = dlsym(library, "XXH3_128bits_update_dispatch"); /* for this processor */
     if (update == NULL)
-        *(void **)&update = function(library, "XXH3_128bits_update");
-    *(void **)&finish = function(library, "XXH3_128bits_digest");
+        *(void **)&update = dlsym(library, "XXH3_128bits_update");
+    *(void **)&finish = dlsym(library, "XXH3_128bits_digest");
     connected = make_state && free_state && reset && update && finish;
     return PyBool_FromLong(connected);
 }
@@ -52,14 +50,6 @@ typedef struct {
     Py_buffer fields, digests, *payloads;
     Py_ssize_t taken;
 } Work;
-
-static void release(Work *work) {
-    for (Py_ssize_t i = 0; i < work->taken; i++)
-        PyBuffer_Release(work->payloads + i);
-    PyMem_Free(work->payloads);
-    PyBuffer_Release(&work->fields);
-    PyBuffer_Release(&work->digests);
-}
 
 static int hash_all(const Work *work, Py_ssize_t count) {
     void *state = make_state();
@@ -113,7 +103,11 @@ static PyObject *digests(PyObject *Py_UNUSED(self), PyObject *arguments) {
     else
         result = Py_NewRef(Py_None);
 end:
-    release(&work);
+    while (work.taken > 0)
+        PyBuffer_Release(work.payloads + --work.taken);
+    PyMem_Free(work.payloads);
+    PyBuffer_Release(&work.fields);
+    PyBuffer_Release(&work.digests);
     return result;
 }
 

@@ -109,22 +109,11 @@ static int read_halves(const Steps *steps, Scratch *scratch, int kind, int count
             return 0;
         source += length;
     }
-    const uint8_t *even = source;
-    if (kind == FLOAT32) {
-        if (end - source < 2 * n)
-            return 0;
-        source += 2 * n;
-    }
-    const uint8_t *low = source;
-    if (end - source < n)
+    int even_bytes = kind == FLOAT32 ? 2 * n : 0, kept_bytes = kind == FLOAT16 ? 3 * plane_bytes(n) : 0;
+    if (end - source < even_bytes + n + kept_bytes)
         return 0;
-    source += n;
-    const uint8_t *kept = source;
-    if (kind == FLOAT16) {
-        if (end - source < 3 * plane_bytes(n))
-            return 0;
-        source += 3 * plane_bytes(n);
-    }
+    const uint8_t *even = source, *low = even + even_bytes, *kept = low + n;
+    source = kept + kept_bytes;
     if (!read_levels(steps, scratch, n, count, headers, &source, end) || end - source != raw % 2)
         return 0;
     if (kind == FLOAT16) {

@@ -127,8 +127,7 @@ static int choose(const uint8_t *high, int n, Shape *shape) {
             kind = FLOAT32;
         }
     }
-    for (int i = 0; i < 256; i++)
-        all[i] = 0;
+    memset(all, 0, sizeof all);
     for (int i = 0; i < 256; i++)
         all[i & 0xF8] += even[i] + odd[i];
     choose_levels(all, n, &other);
