@@ -25,16 +25,12 @@ static int make_room(Kernel *k, Py_ssize_t count) {
     return 0;
 }
 
-static int is_int64(const Py_buffer *view) {
-    const char *format = view->format != NULL ? view->format : "B";
-    return view->ndim == 1 && view->itemsize == 8 && (strcmp(format, "l") == 0 || strcmp(format, "q") == 0);
-}
-
 /* An array of int64, to be released if 0 comes back. Any Python code that runs for it has run when this returns. */
-static int view_slots(PyObject *array, Py_buffer *view) {
-    if (PyObject_GetBuffer(array, view, PyBUF_STRIDED_RO | PyBUF_FORMAT) < 0)
+static int view_slots(PyObject *array, Py_buffer *view, int flags) {
+    if (PyObject_GetBuffer(array, view, flags | PyBUF_FORMAT) < 0)
         return -1;
-    if (is_int64(view))
+    const char *format = view->format != NULL ? view->format : "B";
+    if (view->ndim == 1 && view->itemsize == 8 && (strcmp(format, "l") == 0 || strcmp(format, "q") == 0))
         return 0;
     PyBuffer_Release(view);
     PyErr_SetString(PyExc_TypeError, "slots must be an array of int64 of one dimension");
@@ -57,7 +53,7 @@ static int copy_slots(Kernel *k, const Py_buffer *view, int64_t least, int64_t *
 /* The slots of an argument, to `some`. How many; -1: an error. */
 static Py_ssize_t read_slots(Kernel *k, PyObject *array) {
     Py_buffer view;
-    if (view_slots(array, &view) < 0)
+    if (view_slots(array, &view, PyBUF_STRIDED_RO) < 0)
         return -1;
     Py_ssize_t count = view.shape[0];
     if (make_room(k, count) < 0 || copy_slots(k, &view, 0, k->some) < 0)
@@ -87,8 +83,9 @@ static int copy_prints(Kernel *k, PyObject *keys, Py_ssize_t count) {
 
 static PyObject *kernel_admit(Kernel *k, PyObject *const *arguments, Py_ssize_t given) {
     Py_buffer slots = {0}, parents = {0};
-    int good = takes("admit", given, 3) && view_slots(arguments[0], &slots) == 0 &&
-               view_slots(arguments[2], &parents) == 0 && as_many("parents", parents.shape[0], slots.shape[0]);
+    int good = takes("admit", given, 3) && view_slots(arguments[0], &slots, PyBUF_STRIDED_RO) == 0 &&
+               view_slots(arguments[2], &parents, PyBUF_STRIDED_RO) == 0 &&
+               as_many("parents", parents.shape[0], slots.shape[0]);
     if (good) {
         Py_ssize_t count = slots.shape[0];
         good = make_room(k, count) == 0 && copy_slots(k, &slots, 0, k->some) == 0 &&
@@ -125,13 +122,8 @@ static PyObject *kernel_remove(Kernel *k, PyObject *slots) {
 
 static PyObject *kernel_victims(Kernel *k, PyObject *array) {
     Py_buffer view;
-    if (PyObject_GetBuffer(array, &view, PyBUF_WRITABLE | PyBUF_ND | PyBUF_FORMAT) < 0)
+    if (view_slots(array, &view, PyBUF_WRITABLE | PyBUF_ND) < 0)
         return NULL;
-    if (!is_int64(&view)) {
-        PyErr_SetString(PyExc_TypeError, "victims go to an array of int64 of one dimension");
-        PyBuffer_Release(&view);
-        return NULL;
-    }
     Py_ssize_t count = view.shape[0] < k->length ? view.shape[0] : (Py_ssize_t)k->length;
     int failed = make_room(k, count);
     if (!failed) {

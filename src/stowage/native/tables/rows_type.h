@@ -223,17 +223,13 @@ static PyObject *rows_marked(Rows *r, PyObject *const *arguments, Py_ssize_t giv
     for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(arguments[1]); i++) {
         int64_t number = read_extent(r, arguments[1], i, owner);
         uint64_t wanted = extent_of(r, number)->live & extent_of(r, number)->marked;
-        for (int64_t at = 0; good && wanted >> at; at++) {
-            if (!(wanted >> at & 1))
-                continue;
-            const char *record = record_of(&r->table, number * EXTENT + at);
+        for (; good && wanted != 0; wanted &= wanted - 1) {
+            const char *record = record_of(&r->table, number * EXTENT + __builtin_ctzll(wanted));
             Py_ssize_t bytes = PyByteArray_GET_SIZE(fields);
             good = append_new(keys, PyBytes_FromStringAndSize(record, KEY_BYTES)) == 0 &&
                    PyByteArray_Resize(fields, bytes + r->width) == 0;
             if (good)
                 memcpy(PyByteArray_AS_STRING(fields) + bytes, record + KEY_BYTES, (size_t)r->width);
-            if (at == EXTENT - 1)
-                break;
         }
     }
     if (good)
