@@ -162,19 +162,14 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
         value = getattr(config, name, None) if name else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             found[f"{arch}.{key}"] = value
-    found |= (
-        _latents(config, arch)
-        if arch in ("deepseek2", "glm-dsa")
-        else _delta(config, arch)
-        if arch in gguf_layouts.DELTA
-        else {}
-    )
+    found |= _latents(config, arch) if arch in gguf_layouts.LATENTS else {}
+    found |= _delta(config, arch) if arch in gguf_layouts.DELTA else {}
     found |= gguf_gemma.fields(config, arch) | gguf_hybrids.fields(config, arch) | gguf_kimi.fields(config, arch)
     if f"{arch}.expert_count" in found and gguf_hybrids.is_dense(config):
         found = {key: value for key, value in found.items() if ".expert_" not in key or ".expert_shared" in key}
     if config.model_type in ("gpt_oss", "minimax_m2"):
         found[f"{arch}.expert_feed_forward_length"] = config.intermediate_size
-    if getattr(config, "norm_topk_prob", None) is not None and arch in ("deepseek2", "glm-dsa"):
+    if getattr(config, "norm_topk_prob", None) is not None and arch in gguf_layouts.LATENTS:
         found[f"{arch}.expert_weights_norm"] = config.norm_topk_prob
     found |= gguf_mixtures.fields(config, arch)
     if config.model_type == "ministral3":
@@ -182,6 +177,9 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
         found[f"{arch}.rope.scaling.yarn_log_multiplier"] = config.rope_parameters["mscale_all_dim"]
         found[f"{arch}.rope.scaling.yarn_beta_fast"] = config.rope_parameters["beta_fast"]
         found[f"{arch}.rope.scaling.yarn_beta_slow"] = config.rope_parameters["beta_slow"]
+    if arch == "mistral4":
+        found[f"{arch}.attention.temperature_scale"] = config.rope_parameters["llama_4_scaling_beta"]
+        found[f"{arch}.attention.temperature_length"] = config.rope_parameters["original_max_position_embeddings"]
     if config.model_type in ("lfm2", "lfm2_moe"):
         heads = [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
         found[f"{arch}.attention.head_count_kv"] = heads
@@ -230,7 +228,7 @@ def _latents(config: Any, arch: str) -> dict[str, Any]:
         "attention.value_length_mla": config.v_head_dim,
         "attention.kv_lora_rank": config.kv_lora_rank,
         "attention.head_count_kv": 1,
-        "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
+        "expert_gating_func": 1 if config.model_type in ("deepseek_v2", "mistral4") else 2,
     }
     if config.q_lora_rank:
         sizes["attention.q_lora_rank"] = config.q_lora_rank

@@ -10,6 +10,7 @@ import torch
 
 from tests.weights import gguf_gemma, gguf_hybrids, gguf_kimi, gguf_mixtures
 
+LATENTS = ("deepseek2", "glm-dsa", "mistral4")
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 
 
@@ -19,7 +20,7 @@ def written(config: Any, arch: str, path: str, values: np.ndarray) -> list[tuple
         return alone
     layer, _, own = path.removeprefix("model.layers.").removeprefix("backbone.layers.").partition(".")
     block = f"blk.{layer}"
-    if arch in ("deepseek2", "glm-dsa", "kimi-linear") and own == "self_attn.kv_b_proj.weight":
+    if arch in (*LATENTS, "kimi-linear") and own == "self_attn.kv_b_proj.weight":
         heads = values.reshape(config.num_attention_heads, -1, values.shape[1])
         keys, rest = np.split(heads, [config.qk_nope_head_dim], axis=1)
         return [(f"{block}.attn_k_b.weight", keys.swapaxes(1, 2)), (f"{block}.attn_v_b.weight", rest)]

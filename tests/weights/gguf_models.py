@@ -155,6 +155,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": MIMO,
     "minicpm3": MINICPM3,
     "minimax_m2": {},
+    "mistral4": {"max_position_embeddings": 256, "rope_parameters": {**YARN}},  # which its config changes
     "ministral3": {"max_position_embeddings": 256, "rope_parameters": YARN},
     "olmo2": {},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"] * 2},

@@ -14,7 +14,9 @@ from stowage import CheckpointError, Engine, Memory, UnsupportedModelError
 from stowage.models import loading
 from stowage.models.gguf import checkpoint as gguf_checkpoint
 from stowage.models.gguf import families, latents
+from stowage.models.gguf.config import config_of
 from stowage.testing.tiny_models.table import TABLE
+from stowage.weights import gguf
 from stowage.weights.gguf import GgufFile
 from tests.weights import gguf_files
 from tests.weights.conftest import logits, prompt
@@ -46,6 +48,7 @@ RELAID = {
     "mimo_v2_flash": "*=experts",
     "minicpm3": "*=stream",
     "minimax_m2": "*=experts",
+    "mistral4": "*=experts",
     "nemotron 3 nano": "*=experts",
     "nemotron_h": "*=mapped",
     "qwen3_5": "*=mapped",
@@ -126,6 +129,14 @@ def test_files_of_mistral_3_are_of_two_kinds_and_a_third_is_refused(tmp_path: Pa
         loading.load(mixture)
 
 
+def test_a_file_of_mistral_4_may_not_say_how_much_queries_are_scaled(tmp_path: Path) -> None:
+    path = gguf_files.write(made("mistral4", tmp_path / "model"), tmp_path / "model.gguf")
+    file = gguf.read(path)
+    silent = {key: value for key, value in file.fields.items() if ".temperature_" not in key}
+    config = config_of(replace(file, fields=silent), {})
+    assert config.rope_parameters["llama_4_scaling_beta"] == 0.1
+
+
 REFUSED = (
     ("apertus", "xielu.beta", [0.5], "does not say xielu.beta of each layer"),
     ("qwen3_5", "qwen35.ssm.state_size", 32, "its fields and its tensors are of different models"),
@@ -137,6 +148,7 @@ REFUSED = (
     ("glm_moe_dsa", "glm-dsa.attention.indexer.types", [False] * 4, "does not say which of its layers have an indexer"),
     ("glm_moe_dsa", "glm-dsa.attention.indexer.top_k", 0, "does not say which keys its queries read"),
     ("kimi_linear", "kimi-linear.kda.head_dim", 0, "does not say how large its heads are"),
+    ("mistral4", "mistral4.attention.temperature_length", 16, "does not say from where on queries are scaled"),
     ("mimo_v2_flash", "mimo2.attention.head_count_kv", [2] * 4, "does not say how large its heads are"),
     ("mimo_v2_flash", "mimo2.attention.value_scale", 1, "does not say by how much values are scaled"),
 )

@@ -88,3 +88,13 @@ def in_value_heads(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
     if times == 1 or rest:
         return query, key
     return query.repeat_interleave(times, dim=2), key.repeat_interleave(times, dim=2)
+
+
+def put_among_causal(config: Any) -> None:
+    """Let ``AutoModelForCausalLM`` know the class of ``config``: Mistral 4's is left out there in all series so far,
+    and named among those of models that see.
+    """
+    if config.model_type == "mistral4":
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("mistral4", "Mistral4ForCausalLM")

@@ -28,7 +28,7 @@ PROVED = (
     frozenset(
         """
     llama qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text
-    mistral mixtral ministral ministral3 gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text
+    mistral mixtral ministral ministral3 mistral4 gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text
     vaultgemma llama4_text deepseek_v2 deepseek_v3 kimi_linear minicpm3 glm4_moe_lite longcat_flash youtu axk1
     gpt_oss mimo_v2_flash granite granitemoe granitemoeshared granitemoehybrid granite_swa granitemoe_swa
     phi phi3 phimoe olmo olmo2 olmo3 olmoe olmo_hybrid flex_olmo cohere cohere2 cohere2_moe
@@ -55,7 +55,7 @@ OUTER: Mapping[str, frozenset[str]] = {
     "llama4": frozenset({"llama4_text"}),
     "qwen3_5": frozenset({"qwen3_5_text"}),
     "qwen3_5_moe": frozenset({"qwen3_5_moe_text"}),
-    "mistral3": frozenset({"mistral", "ministral3"}),
+    "mistral3": frozenset({"mistral", "ministral3", "mistral4"}),
     "llava": frozenset({"llama", "mistral", "qwen2"}),
     "llava_next": frozenset({"llama", "mistral", "qwen2"}),
     "llava_onevision": frozenset({"qwen2"}),

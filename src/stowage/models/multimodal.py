@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stowage.errors import UnsupportedModelError
+from stowage.models.compat import put_among_causal
 from stowage.models.families import AS_TEXT, OUTER
 
 RENAMED: Mapping[str, str] = {
@@ -55,6 +56,7 @@ class TextPart:
 def text_part(config: Any) -> TextPart:
     """The text model in ``config``, which may be its own config already, or be of a type that is not run."""
     text = config.get_text_config(decoder=True)
+    put_among_causal(text)
     if text is config or config.model_type not in OUTER:
         return TextPart(config, placeholders=_placeholders(config, config))
     text = _translated(copy.deepcopy(text))

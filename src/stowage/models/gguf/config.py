@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.models.compat import put_among_causal
 from stowage.models.gguf.families import FAMILIES, entries_of, family_of
 from stowage.models.gguf.fields import head_size, layers_of, number
 from stowage.models.gguf.refusals import refuse_other_arithmetic, refuse_other_windows
@@ -72,6 +73,8 @@ _TWO_ROPES: Final = {
 """Families whose layers with a window rotate otherwise, without scaling, and by which base where no field says it; 0:
 the same.
 """
+_TEMPERATURE: Final = 0.1
+"""Of Mistral Small 4, whose files may not say it."""
 _STANDING: Final = 1e20
 _ENDS: Final = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <turn|> <|end_of_text|>".split()
@@ -114,6 +117,7 @@ def config_of(file: GgufFile, rope_factors: Mapping[str, NDArray[np.float32]]) -
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise CheckpointError(f"{file.paths[0]} describes no {family}: {' '.join(str(error).split())[:200]}") from error
     refuse_other_windows(file, config)
+    put_among_causal(config)
     config.architectures = [_class_of(family)]
     return config
 
@@ -249,11 +253,16 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     if kind == "yarn":
         names["original_context_length"] = "original_max_position_embeddings"
         found |= {name: said[key] for key, name in names.items() if key in said}
-    if file.architecture in ("deepseek2", "glm-dsa") and (said_twice := said.get("yarn_log_multiplier")) is not None:
+    if (
+        file.architecture in ("deepseek2", "glm-dsa", "mistral4")
+        and (said_twice := said.get("yarn_log_multiplier")) is not None
+    ):
         found |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * said_twice, 4))
     if file.architecture == "mistral3":
         found |= {"mscale": 1.0, "mscale_all_dim": said.get("yarn_log_multiplier", 0.0)}
         found["llama_4_scaling_beta"] = file.fields.get("mistral3.attention.temperature_scale", 0.0)
+    if file.architecture == "mistral4":
+        found["llama_4_scaling_beta"] = file.fields.get("mistral4.attention.temperature_scale", _TEMPERATURE)
     if file.architecture == "gpt-oss":
         found["truncate"] = False  # what no field says
     return found

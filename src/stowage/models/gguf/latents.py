@@ -1,6 +1,6 @@
 """Families with latent attention: sizes of their latents, and which keys GLM-5's indexer chooses.
 
-Sources: llama.cpp, ``src/models/deepseek2.cpp``, ``minicpm3.cpp`` and ``glm-dsa.cpp``.
+Sources: llama.cpp, ``src/models/deepseek2.cpp``, ``minicpm3.cpp`` and ``glm-dsa.cpp``; Mistral 4 is the first of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from stowage.models.gguf.fields import layers_of, number, sizeless
 from stowage.models.gguf.mixtures import SIGMOID, routed, sigmoid_routed
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["deepseek", "deepseek_v2", "glm_dsa", "minicpm3", "scores_by_sigmoid", "unindexed"]
+__all__ = ["deepseek", "deepseek_v2", "glm_dsa", "minicpm3", "mistral4", "scores_by_sigmoid", "unindexed"]
 
 _FLASH_TOKENS: Final = 154880
 _GROUPS: Final = {
@@ -79,6 +79,16 @@ def minicpm3(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
         "scale_emb": 12,
         "v_head_dim": number(file, "attention.value_length") or None,
     }
+
+
+def mistral4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Queries are scaled by where they stand beyond the length that the model was first trained with, and by no other.
+    Raises CheckpointError.
+    """
+    begins = number(file, "attention.temperature_length")
+    if begins and begins != number(file, "rope.scaling.original_context_length"):
+        raise sizeless(file, "from where on queries are scaled")
+    return deepseek(file, entries)
 
 
 def glm_dsa(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def layout_of(architecture: str, config: Any, path: str, tensors: Mapping[str, G
         return Stated(f"xielu.{own.removeprefix('act_fn.')}", int(match[1]))
     if architecture in HYBRIDS:
         return mamba_layout(architecture, block, own)
-    if architecture in ("deepseek2", "glm-dsa", "kimi-linear") and own == "kv_b_proj.weight":
+    if architecture in ("deepseek2", "glm-dsa", "kimi-linear", "mistral4") and own == "kv_b_proj.weight":
         return _latents(config, block, tensors)
     if architecture == "kimi-linear":
         return delta_layout(block, own)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.errors import ConfigError
+from stowage.models.compat import put_among_causal
 from stowage.testing.tiny_models.family import TinySize
 from stowage.testing.tiny_models.outer import Outer, as_published, without_timm
 from stowage.testing.tiny_models.table import OUTER, REFUSED, TABLE
@@ -29,8 +30,9 @@ def config(family: str, size: TinySize | None = None, **overrides: Any) -> Any:
         raise ConfigError(
             f"no tiny model of family {family!r}; docs/reference/models.md has all. Try {', '.join(near)}."
         )
-    kwargs = row.fields(size or TinySize()) | overrides
-    return AutoConfig.for_model(row.model_type, **kwargs)
+    found = AutoConfig.for_model(row.model_type, **row.fields(size or TinySize()) | overrides)
+    put_among_causal(found)
+    return found
 
 
 def outer_config(row: Outer, size: TinySize, overrides: Mapping[str, Any]) -> Any:

@@ -64,6 +64,23 @@ def _deepseek_v2(size: TinySize) -> dict[str, Any]:
     return _deepseek_v3(size) | {"n_group": 1}
 
 
+def _mistral4(size: TinySize) -> dict[str, Any]:
+    """Queries are scaled the more, the later they stand."""
+    return _deepseek_v2(size) | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    }
+
+
 def _longcat(size: TinySize) -> dict[str, Any]:
     """Two attentions in each layer."""
     return latents(size) | {
@@ -193,6 +210,7 @@ FULL: tuple[Family, ...] = (
     Family("flex_olmo", "flex_olmo", _qwen3_moe, "FlexOlmo"),
     Family("axk1", "axk1", _deepseek_v2, "A.X K1"),
     Family("youtu", "youtu", latents, "Youtu-LLM"),
+    Family("mistral4", "mistral4", _mistral4, "Mistral Small 4"),
     Family("hyperclovax", "hyperclovax", common, "HyperCLOVA X"),
     Family("aria", "aria_text", _aria, "Aria, text"),
     Family("dbrx", "dbrx", _dbrx, "DBRX"),

@@ -167,9 +167,9 @@ OUTER: tuple[Outer, ...] = (
         "mistral3_vision",
         "mistral3",
         "mistral",
-        "Mistral Small 3.1, 3.2; Ministral 3",
+        "Mistral Small 3.1, 3.2, 4; Ministral 3",
         _tower(spatial_merge_size=1),
-        others=("ministral3",),
+        others=("ministral3", "mistral4"),
     ),
     Outer("llava", "llava", "llama", "LLaVA 1.5; Pixtral", _tower(), others=("mistral", "qwen2")),
     Outer(
