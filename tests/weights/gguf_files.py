@@ -177,7 +177,7 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
         found[f"{arch}.rope.scaling.yarn_log_multiplier"] = config.rope_parameters["mscale_all_dim"]
         found[f"{arch}.rope.scaling.yarn_beta_fast"] = config.rope_parameters["beta_fast"]
         found[f"{arch}.rope.scaling.yarn_beta_slow"] = config.rope_parameters["beta_slow"]
-    if arch == "mistral4":
+    if config.model_type == "mistral4":
         found[f"{arch}.attention.temperature_scale"] = config.rope_parameters["llama_4_scaling_beta"]
         found[f"{arch}.attention.temperature_length"] = config.rope_parameters["original_max_position_embeddings"]
     if config.model_type in ("lfm2", "lfm2_moe"):

@@ -212,6 +212,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 2.5 vl": ("qwen2", FAMILIES["qwen2"] | {"gguf_arch": "qwen2vl"}),
     "qwen 3 vl": ("qwen3", {"gguf_arch": "qwen3vl"}),
     "qwen 3 vl with experts": ("qwen3_moe", FAMILIES["qwen3_moe"] | {"gguf_arch": "qwen3vlmoe"}),
+    "mistral large 3": ("mistral4", {"gguf_arch": "deepseek2", "rope_parameters": {**YARN}}),
     "nemotron 3 nano": ("nemotron_h", NEMOTRON),
     "nemotron 3 super": ("nemotron_h", NEMOTRON | {"moe_latent_size": 32, "norm_topk_prob": False}),
 }

@@ -48,6 +48,7 @@ RELAID = {
     "mimo_v2_flash": "*=experts",
     "minicpm3": "*=stream",
     "minimax_m2": "*=experts",
+    "mistral large 3": "*=stream",
     "mistral4": "*=experts",
     "nemotron 3 nano": "*=experts",
     "nemotron_h": "*=mapped",
@@ -164,6 +165,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 OTHERWISE = (
     ("afmoe", "afmoe.expert_weights_norm", False, "does not make the weights of chosen experts add up to one"),
+    ("deepseek_v3", "deepseek2.attention.temperature_scale", 0.1, r"says attention.temperature_scale = 0.1"),
     ("glm_moe_dsa", "glm-dsa.attention.indexer.kpool", 4, r"says attention.indexer.kpool = 4"),
     ("kimi_linear", "kimi-linear.expert_weights_norm", False, "does not make the weights of chosen experts add up to"),
     ("kimi_linear", "kimi-linear.kda.safe_gate", True, r"says kda.safe_gate = True"),

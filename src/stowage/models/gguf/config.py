@@ -137,7 +137,7 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
     own = {key: name for key, name in GGUF_CONFIG_MAPPING.get(table, GGUF_CONFIG_MAPPING["llama"]).items() if name}
     names = [*own.items(), *_MORE]
     known = {*getattr(config_class, "__dataclass_fields__", ()), "rope_theta"}
-    refuse_other_arithmetic(file, known)
+    refuse_other_arithmetic(file, family, known)
     entries: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(table, {}))
     for key, name in names:
         value = file.fields.get(f"{file.architecture}.{key}")
@@ -261,8 +261,9 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     if file.architecture == "mistral3":
         found |= {"mscale": 1.0, "mscale_all_dim": said.get("yarn_log_multiplier", 0.0)}
         found["llama_4_scaling_beta"] = file.fields.get("mistral3.attention.temperature_scale", 0.0)
-    if file.architecture == "mistral4":
-        found["llama_4_scaling_beta"] = file.fields.get("mistral4.attention.temperature_scale", _TEMPERATURE)
+    scaled = file.fields.get(f"{file.architecture}.attention.temperature_scale")
+    if file.architecture == "mistral4" or (file.architecture == "deepseek2" and scaled is not None):
+        found["llama_4_scaling_beta"] = _TEMPERATURE if scaled is None else scaled
     if file.architecture == "gpt-oss":
         found["truncate"] = False  # what no field says
     return found

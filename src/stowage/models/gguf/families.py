@@ -104,7 +104,9 @@ def family_of(file: GgufFile) -> str | None:
                 "read from GGUF. Give the Hugging Face checkpoint that it was made from."
             )
         return family if f"{file.architecture}.attention.temperature_scale" in file.fields else "mistral"
-    return "deepseek_v2" if family == "deepseek_v3" and not latents.scores_by_sigmoid(file) else family
+    if family != "deepseek_v3" or latents.scores_by_sigmoid(file):
+        return family
+    return "mistral4" if f"{file.architecture}.attention.temperature_scale" in file.fields else "deepseek_v2"
 
 
 def entries_of(file: GgufFile, family: str, entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,8 +82,8 @@ def minicpm3(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mistral4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Queries are scaled by where they stand beyond the length that the model was first trained with, and by no other.
-    Raises CheckpointError.
+    """Also of Mistral Large 3, whose files call themselves ``deepseek2``. Queries are scaled by where they stand beyond
+    the length that the model was first trained with, and by no other. Raises CheckpointError.
     """
     begins = number(file, "attention.temperature_length")
     if begins and begins != number(file, "rope.scaling.original_context_length"):

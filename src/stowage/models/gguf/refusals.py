@@ -37,6 +37,8 @@ _READ_BY_SOME: Final = {
     "final_logit_softcapping": ("final_logit_softcapping",),
     "residual_scale": ("residual_multiplier",),
 }
+_SCALED_BY_PLACE: Final = ("ministral3", "mistral4")
+"""Types of models whose queries are scaled by where they stand."""
 _BY_SOFTMAX: Final = (0, 1, 3)
 _BY_SIGMOID: Final = (
     *("afmoe", "bailingmoe2", "deepseek2", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "kimi-linear"),
@@ -45,7 +47,7 @@ _BY_SIGMOID: Final = (
 """Families whose routers may score by sigmoid: they are computed so, or refuse another way themselves."""
 
 
-def refuse_other_arithmetic(file: GgufFile, known: Collection[str]) -> None:
+def refuse_other_arithmetic(file: GgufFile, family: str, known: Collection[str]) -> None:
     """``known``: what the config of its family names. Raises UnsupportedModelError."""
     for key, harmless in _NEVER_READ.items():
         value = file.fields.get(f"{file.architecture}.{key}")
@@ -56,6 +58,9 @@ def refuse_other_arithmetic(file: GgufFile, known: Collection[str]) -> None:
         value = file.fields.get(f"{file.architecture}.{key}")
         if value not in (None, 0.0, 1.0) and not any(name in known for name in names):
             raise _unread(file, key, value)
+    scaled = file.fields.get(f"{file.architecture}.attention.temperature_scale")
+    if scaled not in (None, 0.0) and family not in _SCALED_BY_PLACE:
+        raise _unread(file, "attention.temperature_scale", scaled)
     scored = file.fields.get(f"{file.architecture}.expert_gating_func", 0)
     if scored not in _BY_SOFTMAX and file.architecture not in _BY_SIGMOID:
         raise _unread(file, "expert_gating_func", scored)
