@@ -107,6 +107,13 @@ static inline ALWAYS void dynamic_halves(const uint8_t *from, uint32_t high, uin
     }
 }
 
+/* The format is known where this is compiled: a loop that looks at it is slower. */
+static inline ALWAYS void dynamic_codes_of(int format, const Coded *row, int64_t k, uint8_t *codes)
+{
+    for (int i = 0; i < 32; i++)
+        codes[i] = (uint8_t)code_of(format, row, k, i);
+}
+
 /* Block `k / 32` of an output's row: its codes, scale, and least value or second scale. */
 static void dynamic_block(const Linear *job, const Coded *row, int64_t k, uint8_t codes[32], float *scale, float *more)
 {
@@ -157,9 +164,9 @@ static void dynamic_block(const Linear *job, const Coded *row, int64_t k, uint8_
     case Q6_K:
         *scale = read_half(block + 208) * (float)(int8_t)block[192 + 2 * j];
         *more = read_half(block + 208) * (float)(int8_t)block[193 + 2 * j];
-        codes_q6_k(block, j, (int8_t *)codes);
         for (int i = 0; i < 32; i++)
-            codes[i] += 32;
+            codes[i] = (uint8_t)((block[j / 4 * 64 + j % 2 * 32 + i] >> j % 4 / 2 * 4 & 15)
+                                 | (block[128 + j / 4 * 32 + i] >> j % 4 * 2 & 3) << 4);
         return;
     case MXFP4_BLOCK:
         *scale = power_of(block[0]) * 0.5f;
@@ -175,14 +182,17 @@ static void dynamic_block(const Linear *job, const Coded *row, int64_t k, uint8_
     case PACKED4:
         *scale = read_half(row->scales + 2 * group);
         *more = read_half(row->zeros + 2 * group);
-        for (int i = 0; i < 32; i++)
-            codes[i] = (uint8_t)code_of(PACKED4, row, k, i);
+        dynamic_codes_of(PACKED4, row, k, codes);
         return;
     default: /* INT4_WORDS, GPTQ, AWQ */
         *scale = scale_of(row, group);
         *more = dynamic_kind(job) == LEAST ? -(zero_of(row, group) * *scale) : 0;
-        for (int i = 0; i < 32; i++)
-            codes[i] = (uint8_t)code_of(job->format, row, k, i);
+        if (job->format == INT4_WORDS)
+            dynamic_codes_of(INT4_WORDS, row, k, codes);
+        else if (job->format == GPTQ)
+            dynamic_codes_of(GPTQ, row, k, codes);
+        else
+            dynamic_codes_of(AWQ, row, k, codes);
     }
 }
 

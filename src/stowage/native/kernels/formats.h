@@ -92,8 +92,6 @@ OF(f16, count, 0, 0, read_half(row->w + 2 * (k + i)))
 OF(bf16, count, 0, 0, NAME(one_b)(read_short(row->w + 2 * (k + i))))
 OF(fp8, count, scale_of(row, k / row->group), 0, fp8_value(row->w[k + i]) * scale)
 OF(mxfp4, 32, scale_of(row, k / 32), 0, fp4_values[code_of(MXFP4, row, k, i)] * scale)
-OF(packed4, 32, read_half(row->scales + k / row->group * 2), read_half(row->zeros + k / row->group * 2),
-   (float)code_of(PACKED4, row, k, i) * scale + more)
 #define WITH_ZERO(FORMAT, format)                                                                                      \
     OF(format, 32, scale_of(row, k / row->group), zero_of(row, k / row->group),                                        \
        ((float)code_of(FORMAT, row, k, i) - more) * scale)
@@ -102,6 +100,15 @@ WITH_ZERO(GPTQ, gptq)
 WITH_ZERO(AWQ, awq)
 #undef WITH_ZERO
 #undef OF
+
+static void NAME(decode_packed4)(const Coded *row, int64_t k, int count, float *to)
+{
+    int64_t half = row->across;
+    float scale = read_half(row->scales + k / row->group * 2), least = read_half(row->zeros + k / row->group * 2);
+    (void)count;
+    for (int64_t i = k; i < k + 32; i++)
+        *to++ = (float)(i < half ? row->w[i] & 15 : row->w[i - half] >> 4) * scale + least;
+}
 
 typedef void (*NAME(decoder))(const Coded *, int64_t, int, float *);
 #define OF(FORMAT, format) [FORMAT] = NAME(decode_##format)
