@@ -24,15 +24,14 @@ typedef struct {
     int32_t first_less[4]; /* `less` of the first 16 */
 } DynamicInputs;
 
-/* What becomes of a format's blocks, their bias, and bytes of one where scales are in it. */
+/* What becomes of a format's blocks, and their bias. */
 static const struct {
     DynamicKind kind;
-    int bias, bytes;
+    int bias;
 } dynamic_formats[FORMATS_END] = {
-    [PLAIN] = {BIASED, 128, 0}, [Q8_0] = {BIASED, 128, 34}, [Q4_0] = {BIASED, 8, 18}, [Q4_1] = {LEAST, 0, 20},
-    [Q5_0] = {BIASED, 16, 22}, [Q5_1] = {LEAST, 0, 24}, [Q4_K] = {LEAST, 0, 144}, [Q5_K] = {LEAST, 0, 176},
-    [Q6_K] = {TWO, 32, 210}, [MXFP4_BLOCK] = {BIASED, 12, 17}, [MXFP4] = {BIASED, 12, 0}, [PACKED4] = {LEAST, 0, 0},
-    [INT4_WORDS] = {BIASED, 8, 0}, [GPTQ] = {LEAST, 0, 0}, [AWQ] = {LEAST, 0, 0}};
+    [PLAIN] = {BIASED, 128}, [Q8_0] = {BIASED, 128}, [Q4_0] = {BIASED, 8}, [Q4_1] = {LEAST, 0}, [Q5_0] = {BIASED, 16},
+    [Q5_1] = {LEAST, 0}, [Q4_K] = {LEAST, 0}, [Q5_K] = {LEAST, 0}, [Q6_K] = {TWO, 32}, [MXFP4_BLOCK] = {BIASED, 12},
+    [MXFP4] = {BIASED, 12}, [INT4_WORDS] = {BIASED, 8}, [GPTQ] = {LEAST, 0}, [AWQ] = {LEAST, 0}, [PACKED4] = {LEAST, 0}};
 
 static inline DynamicKind dynamic_kind(const Linear *job)
 {
@@ -117,9 +116,12 @@ static inline ALWAYS void dynamic_codes_of(int format, const Coded *row, int64_t
 /* Block `k / 32` of an output's row: its codes, scale, and least value or second scale. */
 static void dynamic_block(const Linear *job, const Coded *row, int64_t k, uint8_t codes[32], float *scale, float *more)
 {
+    static const int sizes[FORMATS_END] = {[Q8_0] = 34, [Q4_0] = 18, [Q4_1] = 20, [Q5_0] = 22, [Q5_1] = 24,
+                                           [MXFP4_BLOCK] = 17};
+    static const int wide[FORMATS_END] = {[Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210};
     int64_t group = job->scales != NULL ? k / row->group : 0;
     int j = (int)(k % 256 / 32);
-    const uint8_t *block = row->w + (k >> (job->format < Q2_K ? 5 : 8)) * dynamic_formats[job->format].bytes;
+    const uint8_t *block = row->w + (wide[job->format] ? k / 256 * wide[job->format] : k / 32 * sizes[job->format]);
     float scales[16];
     *more = 0;
     switch (job->format) {
