@@ -13,6 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -156,14 +157,19 @@ def build(
     do not, without gathering keys.
     """
     decodes = sum(1 for w in work if w.count == 1)
-    ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
-    positions = np.concatenate([np.arange(w.start, w.start + w.count) for w in work])
-    ends = np.cumsum([w.count for w in work])
-    wanted = [np.arange(end - w.count, end) if w.every_logit else [end - 1] for w, end in zip(work, ends, strict=True)]
+    if decodes == len(work):  # a step of these has little time: weights have driven what it needs from the caches
+        ids = [w.sequence.tokens[w.start] for w in work]
+        positions = np.array([w.start for w in work], dtype=np.int64)
+        wanted = np.arange(decodes)
+    else:
+        ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
+        positions = np.concatenate([np.arange(w.start, w.start + w.count) for w in work])
+        ends = zip(work, accumulate(w.count for w in work), strict=True)
+        wanted = np.concatenate([np.arange(end - w.count if w.every_logit else end - 1, end) for w, end in ends])
     step = ForwardStep(
-        ids=torch.tensor(ids, dtype=torch.long, device=device),
+        ids=_on(device, np.array(ids, dtype=np.int64)),
         positions=_on(device, positions),
-        logit_rows=_on(device, np.concatenate(wanted).astype(np.int64)),
+        logit_rows=_on(device, wanted),
         decodes=decodes,
     )
     for pool, strategy in zip(pools, strategies, strict=True):
@@ -186,9 +192,12 @@ def _group_step(
     group = pool.group
     tables = [w.sequence.tables[group.index] for w in work]
     addresses = [table.addresses for table in tables]
-    blocks_of = positions // group.block_tokens
-    begins = np.concatenate([[0], np.cumsum([w.count for w in work])])
-    blocks = np.concatenate([table.blocks[blocks_of[begins[i] : begins[i + 1]]] for i, table in enumerate(tables)])
+    begins = list(accumulate((w.count for w in work), initial=0))
+    if decodes == len(work):
+        blocks = np.array([table.blocks[w.start // group.block_tokens] for w, table in zip(work, tables, strict=True)])
+    else:
+        blocks_of = positions // group.block_tokens
+        blocks = np.concatenate([table.blocks[blocks_of[begins[i] : begins[i + 1]]] for i, table in enumerate(tables)])
     assert (blocks > PADDING_BLOCK).all(), "a token has no block to go to"
     device = pool.storage.device
     step = GroupStep(pool, _on(device, blocks), _on(device, positions % group.block_tokens))
@@ -197,13 +206,13 @@ def _group_step(
     if any(table.is_away for table in tables):
         return replace(
             step,
-            streams=tuple(_stream_step(w, b, a) for w, b, a in zip(work, begins.tolist(), addresses, strict=False)),
+            streams=tuple(_stream_step(w, b, a) for w, b, a in zip(work, begins, addresses, strict=False)),
         )
     return replace(
         step,
         decode=_decode_step(work[:decodes], addresses, group, strategy, dtype, device, paged) if decodes else None,
         prefills=tuple(
-            _prefill_step(w, int(begins[i]), addresses[i], group, strategy, dtype, device)
+            _prefill_step(w, begins[i], addresses[i], group, strategy, dtype, device)
             for i, w in enumerate(work)
             if i >= decodes
         ),
@@ -217,7 +226,7 @@ def _stream_step(work: Work, begin: int, addresses: NDArray[np.int64]) -> Stream
 
 def _runs(
     work: Items[Work],
-    begins: NDArray[np.int64],
+    begins: Items[int],
     tables: list[NDArray[np.int64]],
     group: Group,
     strategy: GroupStrategy,
@@ -229,10 +238,10 @@ def _runs(
     ]
     whole = np.concatenate(seen)
     assert ((whole > PADDING_BLOCK) | (whole <= AWAY)).all(), "a query needs a block that is gone"
-    table_begins = np.concatenate([[0], np.cumsum([len(table) for table in seen])])
+    table_begins = accumulate(map(len, seen), initial=0)
     runs = [
-        (begins[i], w.count, w.start, table_begins[i], first * size)
-        for i, (w, first) in enumerate(zip(work, firsts, strict=True))
+        (begin, w.count, w.start, at, first * size)
+        for begin, w, at, first in zip(begins, work, table_begins, firsts, strict=False)
     ]
     table, listed = torch.from_numpy(whole), torch.from_numpy(np.array(runs, dtype=np.int64))
     return AttentionRuns(table, listed, group.kind, group.window, size)

@@ -262,7 +262,10 @@ class Runner:
         return by_rows or is_away or not pool.layout.layers[0].latent
 
     def _call(self, step: ForwardStep, positions: Tensor, batched: bool) -> Tensor:
-        shape, rows = positions.shape, 1 if batched else step.logit_rows
+        shape = positions.shape
+        rows: int | Tensor = 1 if batched else step.logit_rows
+        if not batched and len(step.logit_rows) == len(step.ids) and step.decodes == len(step.ids):
+            rows = 0  # all of them, and nothing has to pick them
         out = self._model(
             input_ids=step.ids.view(shape),
             position_ids=positions,
