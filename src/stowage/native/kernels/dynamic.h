@@ -31,7 +31,8 @@ static const struct {
 } dynamic_formats[FORMATS_END] = {
     [PLAIN] = {BIASED, 128}, [Q8_0] = {BIASED, 128}, [Q4_0] = {BIASED, 8}, [Q4_1] = {LEAST, 0}, [Q5_0] = {BIASED, 16},
     [Q5_1] = {LEAST, 0}, [Q4_K] = {LEAST, 0}, [Q5_K] = {LEAST, 0}, [Q6_K] = {TWO, 32}, [MXFP4_BLOCK] = {BIASED, 12},
-    [MXFP4] = {BIASED, 12}, [INT4_WORDS] = {BIASED, 8}, [GPTQ] = {LEAST, 0}, [AWQ] = {LEAST, 0}, [PACKED4] = {LEAST, 0}};
+    [MXFP4] = {BIASED, 12}, [INT4_WORDS] = {BIASED, 8}, [GPTQ] = {LEAST, 0}, [AWQ] = {LEAST, 0},
+    [PACKED4] = {LEAST, 0}};
 
 static inline DynamicKind dynamic_kind(const Linear *job)
 {
