@@ -1,6 +1,6 @@
 """What a forward of the engine takes besides its matrix products. Measured on tiny models, through the engine itself.
 
-    a step        scheduling, handing tokens over                     by a model of few layers
+    a step        scheduling, handing tokens over                     by a model of few layers, after other reading
     a layer       calls, norms, rotation, attention over few keys     by one of more layers
     a sequence    its share of that, in a batch                       by a batch
     attention     of decoding steps                                   by longer prompts
@@ -9,16 +9,20 @@
     a mixture     routing, for each layer that has experts            by models with few and many experts that are met
     an expert     the calls for each expert that is met
 
+A step's own code and data are driven from the caches by a model's weights, so before each they are by other memory.
+
 Runs in the process of ``compute``: torch and Transformers are imported here. Owns no number.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 _LAYERS_FEW, _LAYERS_MORE = 2, 10
 _BATCH = 8
@@ -29,6 +33,7 @@ _VOCAB_FEW, _VOCAB_MORE = 64, 32768
 _WIDE, _WIDE_TOKENS = 1024, 64
 _EXPERTS, _CHOSEN_FEW, _CHOSEN_MORE = 32, 2, 16
 _ROUNDS = 3
+_OTHER_BYTES = 64 << 20
 
 
 def measure() -> dict[str, Any]:
@@ -40,7 +45,8 @@ def measure() -> dict[str, Any]:
     layers = _LAYERS_MORE - _LAYERS_FEW
     layer_s = max((more_s - few_s) / layers, 1e-9)
     sequence_s = max((more_batch_s - few_batch_s) / layers - layer_s, 0.0) / (_BATCH - 1)
-    step_s = max(few_s - _LAYERS_FEW * layer_s, 1e-9)
+    (cold_s,) = _steps_s(_llama(_LAYERS_FEW), 1, cold=True)
+    step_s = max(cold_s - _LAYERS_FEW * layer_s, 1e-9)
     wide_s = _prefilling_s(_llama(_LAYERS_FEW, hidden=_WIDE, inner=4 * _WIDE))
     elements = _LAYERS_FEW * _BATCH * _WIDE_TOKENS * 5 * _WIDE
     return {
@@ -99,29 +105,37 @@ def _built(family: str, layers: int, hidden: int, **fields: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def _steps_s(model: Any, *batches: int, prompts: Sequence[int] = (_PROMPT_FEW,)) -> list[float]:
-    """Seconds of a decoding step with each of ``batches``, after each length of ``prompts``."""
+def _steps_s(model: Any, *batches: int, prompts: Sequence[int] = (_PROMPT_FEW,), cold: bool = False) -> list[float]:
+    """Seconds of a decoding step with each of ``batches``, after each length of ``prompts``; ``cold``: with nothing of
+    it in the caches.
+    """
+    other = np.ones(_OTHER_BYTES if cold else 0, dtype=np.uint8)
     with _engine(model) as engine:
-        return [_step_s(engine, batch, length) for length in prompts for batch in batches]
+        return [_step_s(engine, batch, length, other.max) for length in prompts for batch in batches]
 
 
-def _step_s(engine: Any, batch: int, length: int = _PROMPT_FEW) -> float:
+def _step_s(
+    engine: Any, batch: int, length: int = _PROMPT_FEW, between: Callable[..., object] = lambda **_options: None
+) -> float:
+    """``between`` is called after each step, and takes none of its time."""
     from stowage.engine.sampling import SamplingParams
 
     params = SamplingParams(_TOKENS, ignore_eos=True)
     seconds: list[float] = []
     for turn in range(_ROUNDS):
-        stamps: list[float] = []
+        stamps: list[tuple[float, float]] = []
 
-        def heard(_delta: Any, stamps: list[float] = stamps) -> None:
-            stamps.append(time.perf_counter())
+        def heard(_delta: Any, stamps: list[tuple[float, float]] = stamps) -> None:
+            ended_s = time.perf_counter()
+            between(initial=0)
+            stamps.append((ended_s, time.perf_counter()))
 
         prompts = [[turn % 60, at, length % 60, *(1 + i % 60 for i in range(length - 3))] for at in range(batch)]
         requests = [engine.submit(prompt, params) for prompt in prompts[1:]]
         requests.append(engine.submit(prompts[0], params, heard))
         for request in requests:
             request.wait()
-        seconds += [after - before for before, after in pairwise(stamps[2:])]
+        seconds += [ended_s - began_s for (_, began_s), (ended_s, _) in pairwise(stamps[2:])]
     return sorted(seconds)[len(seconds) // 4]
 
 
