@@ -3,6 +3,7 @@
 import ast
 import functools
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,13 @@ def test_no_room_is_large() -> None:
             lines[room] = lines.get(room, 0) + len(path.read_text(encoding="utf-8").splitlines())
     largest = max(lines, key=lines.__getitem__)
     assert lines[largest] < sum(lines.values()) / 8, largest
+
+
+def test_what_changes_in_a_header_is_built_anew() -> None:
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    (extension,) = project["tool"]["setuptools"]["ext-modules"]
+    headers = [path.relative_to(SOURCE.parents[1]).as_posix() for path in SOURCE.rglob("*.h")]
+    assert sorted(extension["depends"]) == sorted(headers)
 
 
 def test_a_circle_is_found() -> None:

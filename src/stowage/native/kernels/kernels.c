@@ -8,18 +8,7 @@
 
 #define LANES 4
 #define NAME(x) base_##x
-#include "vectors.h"
-#include "formats.h"
-#include "linear.h"
-#include "dynamic_linear.h"
-#include "attention_scores.h"
-#include "attention.h"
-#include "norm.h"
-#include "pointwise.h"
-#include "rotary.h"
-#include "recurrence.h"
-#undef LANES
-#undef NAME
+#include "each_set.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define CHOICE 1
@@ -28,35 +17,13 @@
 #pragma GCC target("avx2,fma")
 #define LANES 8
 #define NAME(x) avx2_##x
-#include "vectors.h"
-#include "formats.h"
-#include "linear.h"
-#include "dynamic_linear.h"
-#include "attention_scores.h"
-#include "attention.h"
-#include "norm.h"
-#include "pointwise.h"
-#include "rotary.h"
-#include "recurrence.h"
-#undef LANES
-#undef NAME
+#include "each_set.h"
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,fma")
 #define LANES 16
 #define NAME(x) avx512_##x
-#include "vectors.h"
-#include "formats.h"
-#include "linear.h"
-#include "dynamic_linear.h"
-#include "attention_scores.h"
-#include "attention.h"
-#include "norm.h"
-#include "pointwise.h"
-#include "rotary.h"
-#include "recurrence.h"
-#undef LANES
-#undef NAME
+#include "each_set.h"
 #pragma GCC pop_options
 #if __GNUC__ >= 10
 #define PAIRS 1
