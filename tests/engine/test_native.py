@@ -73,10 +73,10 @@ class Case:
     """Keys and values of one sequence, scattered over a pool; and attention over them as its definition has it."""
 
     def __init__(self, length: int, kind: Kind, window: int, block_tokens: int, *, heads=(4, 2), width=20, value=12,
-                 dtype=torch.float32, softcap=0.0, sinks=False, rounded=False) -> None:  # fmt: skip
+                 dtype=torch.float32, softcap=0.0, sinks=False, rounded_from=kernels.NEVER) -> None:  # fmt: skip
         self.length, self.kind, self.window, self.block_tokens = length, kind, window, block_tokens
         self.heads, self.kv_heads = heads
-        self.softcap, self.rounded = softcap, rounded
+        self.softcap, self.rounded_from = softcap, rounded_from
         self.sinks = numbers(self.heads, seed=5) if sinks else None
         blocks = -(-length // block_tokens)
         self.table = torch.randperm(blocks + 2, generator=torch.Generator().manual_seed(3))[:blocks]
@@ -103,7 +103,7 @@ class Case:
             *(torch.cat(queries), self.keys, self.values, steps, 0.3),
             softcap=self.softcap,
             sinks=self.sinks,
-            rounded=self.rounded,
+            rounded_from=self.rounded_from,
         )
 
     def definition(self) -> Tensor:
@@ -138,7 +138,10 @@ def test_attention_is_right(kind, window, more, dtype, instructions):
     bound = 2e-6 if dtype is torch.float32 else 2e-2
     exact, defined = case.attend((0, 210)), case.definition()
     assert (exact.double() - defined).abs().max() < bound
-    case.rounded = True
+    case.rounded_from = 100
+    found = case.attend((0, 210))
+    assert torch.equal(found[:100], exact[:100])
+    case.rounded_from = 0
     found = case.attend((0, 210))
     assert torch.equal(found, exact) == (dtype is torch.float32)
     assert (found.double() - defined).square().mean().sqrt() < 1.5 * (exact.double() - defined).square().mean().sqrt()
@@ -146,7 +149,7 @@ def test_attention_is_right(kind, window, more, dtype, instructions):
 
 def test_rounded_weights_are_those_of_bfloat16():
     """One key in reach of another: e to the power of what their scores differ by, rounded, is what values weigh."""
-    case = Case(2, Kind.FULL, 0, 16, heads=(1, 1), width=16, value=16, dtype=torch.bfloat16, rounded=True)
+    case = Case(2, Kind.FULL, 0, 16, heads=(1, 1), width=16, value=16, dtype=torch.bfloat16, rounded_from=0)
     differ = torch.linspace(0, 24, 300, dtype=torch.float64).bfloat16()
     case.keys.zero_()
     case.values[case.table[0], :2] = torch.tensor([0.0, 1.0])[:, None, None].bfloat16()
@@ -163,12 +166,14 @@ def test_rounded_weights_are_those_of_bfloat16():
     kind=st.sampled_from([(Kind.FULL, 0), (Kind.SLIDING, 40), (Kind.SLIDING, 64), (Kind.CHUNKED, 48)]),
     block_tokens=st.sampled_from([16, 32, 48]),
     half=st.booleans(),
-    rounded=st.booleans(),
+    rounded_from=st.integers(0, 150),
     cuts=st.lists(st.integers(1, 149), min_size=1, max_size=5, unique=True),
 )
-def test_a_row_of_attention_is_its_own(kind, block_tokens, half, rounded, cuts):
+def test_a_row_of_attention_is_its_own(kind, block_tokens, half, rounded_from, cuts):
     """Cut anywhere, the pieces in any number of steps: the same bits."""
-    case = Case(150, *kind, block_tokens, value=32, dtype=torch.bfloat16 if half else torch.float32, rounded=rounded)
+    case = Case(
+        150, *kind, block_tokens, value=32, dtype=torch.bfloat16 if half else torch.float32, rounded_from=rounded_from
+    )
     whole = case.attend((0, 150))
     places = [0, *sorted(cuts), 150]
     pieces = list(itertools.pairwise(places))
@@ -184,13 +189,16 @@ ODD = (torch.inf, -torch.inf, torch.nan, -0.0, 1e-40, -1e-40, 3e38, -3e38, 1e20)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rounded"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+    ("dtype", "rounded_from"),
+    [(torch.float32, 0), (torch.bfloat16, kernels.NEVER), (torch.bfloat16, 0), (torch.bfloat16, 70)],
 )
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (16, 1)])
 @pytest.mark.parametrize("width", [4, 20, 64, 72])
-def test_many_queries_give_the_bits_of_each_alone(width, heads, dtype, rounded, instructions):
+def test_many_queries_give_the_bits_of_each_alone(width, heads, dtype, rounded_from, instructions):
     """Many go with keys turned, few with keys as they lie; one at a time is what decoding does."""
-    case = Case(140, Kind.SLIDING, 100, 16, heads=heads, width=width, value=width + 8, dtype=dtype, rounded=rounded)
+    case = Case(
+        140, Kind.SLIDING, 100, 16, heads=heads, width=width, value=width + 8, dtype=dtype, rounded_from=rounded_from
+    )
     for odd in (False, True):
         if odd:
             places = torch.Generator().manual_seed(9)

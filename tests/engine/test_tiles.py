@@ -86,8 +86,8 @@ def attended(kernel: Any, case: Case, *pieces: tuple[int, int], more: float = 1.
     sums = torch.empty(sum(end - begin for begin, end in pieces) * case.heads * case.values.shape[-1])
 
     def attention(query: int, _out: int, *rest: Any) -> None:
-        *before, scale, softcap, half, _narrow, rounded, threads = rest
-        kernel.attention(query, sums.data_ptr(), *before, scale * more, softcap, half, False, rounded, threads)
+        *before, scale, softcap, half, _narrow, rounded_from, threads = rest
+        kernel.attention(query, sums.data_ptr(), *before, scale * more, softcap, half, False, rounded_from, threads)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_kernel", SimpleNamespace(attention=attention))
@@ -220,17 +220,17 @@ def sized(generator: torch.Generator, size: str, like: Tensor) -> Tensor:
     size=st.sampled_from(["common", "spread", "cancelling", "near the limit", "odd", "any"]),
     softcap=st.sampled_from([0.0, 0.0, 15.0]),
     sinks=st.booleans(),
-    rounded=st.booleans(),
+    rounded_from=st.just(0) | st.integers(0, 150),
     places=st.lists(st.integers(0, 150), min_size=2, max_size=3, unique=True).map(sorted),
     threads=st.integers(1, 3),
     seed=st.integers(0, 1 << 30),
 )
 def test_scores_have_the_bits_of_floats(compiled, tiles, kind, block_tokens, heads, width, value, size, softcap, sinks,
-                                        rounded, places, threads, seed):  # fmt: skip
+                                        rounded_from, places, threads, seed):  # fmt: skip
     """Keys, queries and values of any size, beside others: tiles are emulated, pairs this processor's own."""
     generator = torch.Generator().manual_seed(seed)
     case = Case(150, *kind, block_tokens, heads=heads, width=width, value=value, dtype=torch.bfloat16, softcap=softcap,
-                sinks=sinks, rounded=rounded)  # fmt: skip
+                sinks=sinks, rounded_from=rounded_from)  # fmt: skip
     case.query, case.keys, case.values = (sized(generator, size, part) for part in (case.query, case.keys, case.values))
     pieces = list(itertools.pairwise(places))
     more = 2.0**115 if size == "near the limit" else 1.0  # else e is raised to nothing for all of them

@@ -15,7 +15,7 @@ from stowage import ConfigError, Engine, Memory, SamplingParams
 from stowage.config.settings import load_settings
 from stowage.evaluation import parity
 from stowage.executor import kernels
-from stowage.executor.int8_activations import note_of
+from stowage.executor.int8_activations import ROUNDED_FROM, note_of
 from tests.weights import gguf_files
 from tests.weights.conftest import prompt
 from tests.weights.gguf_models import SIZE, model_of
@@ -23,7 +23,7 @@ from tests.weights.test_gguf import KINDS, mixed
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=1)
-ASKED = [prompt(length, length)[0].tolist() for length in (70, 3, 40, 33, 90)]
+ASKED = [prompt(length, length)[0].tolist() for length in (70, 3, 40, 33, 90, ROUNDED_FROM + 30)]
 
 
 def answers(engine: Engine, asked: list[Any]) -> list[Any]:

@@ -127,9 +127,12 @@ def _paged(
 ) -> Tensor:
     keys, values = views
     elsewhere = None if away is None else (away[0], away[1])
-    softcap, rounded = scores.softcap or 0.0, current.get().rounded
     return kernels.attend(
-        *(query, keys, values, runs, scores.scale), softcap=softcap, sinks=scores.sinks, away=elsewhere, rounded=rounded
+        *(query, keys, values, runs, scores.scale),
+        softcap=scores.softcap or 0.0,
+        sinks=scores.sinks,
+        away=elsewhere,
+        rounded_from=current.get().rounded_from,
     )
 
 
@@ -143,7 +146,9 @@ def _paged_latent(
     wide = torch.cat((seen, query[..., nope:]), dim=-1)
     elsewhere = None if away is None else (away[0], away[0][..., :rank])
     values = views[0][..., :rank]
-    mixed = kernels.attend(wide, views[0], values, runs, scores.scale, away=elsewhere, rounded=step.rounded)
+    mixed = kernels.attend(
+        *(wide, views[0], values, runs, scores.scale), away=elsewhere, rounded_from=step.rounded_from
+    )
     return kernels.per_head(mixed, for_values)
 
 

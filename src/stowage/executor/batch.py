@@ -25,7 +25,7 @@ from stowage.core.groups import GroupStrategy
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
 from stowage.executor.block_table import AWAY
 from stowage.executor.decode_attention import Attend, Tables
-from stowage.executor.kernels import AttentionRuns
+from stowage.executor.kernels import NEVER, AttentionRuns
 from stowage.executor.latent_weights import LatentWeights
 from stowage.executor.sequence_state import SequenceState
 from stowage.models.layout import visible
@@ -113,8 +113,8 @@ class ForwardStep:
     kernels: bool = False
     """Whether recurrent layers are computed by them, too."""
     latent_weights: LatentWeights = field(default_factory=LatentWeights)
-    rounded: bool = False
-    """Whether attention's weights are rounded to bfloat16, where keys are."""
+    rounded_from: int = NEVER
+    """The position from which on attention's weights are rounded to bfloat16, where keys are."""
     written: int | None = None
     """The layer whose keys were written and not read yet."""
 

@@ -1,7 +1,7 @@
 """Activations in 8 bits: what is multiplied with weights in integer formats is rounded, and multiplied as integers.
 
     32 activations                  ->   a scale in float32, 32 whole numbers from -127 to 127   (dynamic quantization)
-    what attention weighs with      ->   bfloat16, where the model computes in that
+    what attention weighs with      ->   bfloat16, where a model computes in that; of tokens from ROUNDED_FROM on
 
 Owns where that is possible, and what is told of it. An answer is not that of the published weights in bfloat16 then;
 but it still depends on nothing that offloading, caching or batching decides. The kernels do it (``kernels``), asked by
@@ -22,6 +22,10 @@ from stowage.weights.quantized.formats import PLAIN
 
 INT8_NAME: Final = "int8-activations/2"
 """Raised when the way of rounding changes."""
+ROUNDED_FROM: Final = 256
+"""The position from which on attention's weights are rounded. Of many keys the errors even out, and these take the
+time; of few keys the answer to a short question may hang on them.
+"""
 
 
 def check_int8(model: Any) -> None:

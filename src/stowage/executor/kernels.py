@@ -54,6 +54,8 @@ with 64 rows, 1.06 to 1.5 with 512 (AVX-512 with products of bfloat16, matrices 
 """
 _ROWS_FEW_BESIDE_TILES = 16
 """The same where torch has tiles of bfloat16 and the kernels do not use them."""
+NEVER = 1 << 32
+"""A position that no token has."""
 TOGETHER = 8
 """Linear layers that are computed in one call, at most."""
 
@@ -347,11 +349,12 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     away: tuple[Tensor, Tensor] | None = None,
-    rounded: bool = False,
+    rounded_from: int = NEVER,
 ) -> Tensor:
     """Attention ``[tokens, heads, value_dim]`` of ``query`` ``[tokens, heads, dim]`` over ``keys`` and ``values``
     ``[blocks, block_tokens, kv_heads, dim]`` of a pool, which hold the tokens themselves already. ``away``: the same of
-    host memory, for blocks that are there. ``rounded``: of bfloat16, weights are rounded to it, which is quicker.
+    host memory, for blocks that are there. ``rounded_from``: the position from which on queries in
+    bfloat16 have weights that are rounded to it, which is quicker.
     """
     keys_away, values_away = away or (None, None)
     tokens, heads, width = query.shape
@@ -379,7 +382,7 @@ def attend(
         softcap,
         half,
         half,
-        rounded and half,
+        rounded_from if half else NEVER,
         torch.get_num_threads(),
     )
     return out

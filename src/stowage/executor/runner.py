@@ -25,6 +25,7 @@ from stowage.executor.determinism.slices import RowSlices
 from stowage.executor.device import paged_kernel
 from stowage.executor.forwards import Forward, Forwards, ForwardShape
 from stowage.executor.fused import norms, recurrent_layers
+from stowage.executor.int8_activations import ROUNDED_FROM
 from stowage.executor.latent_weights import LatentWeights
 from stowage.executor.paged_cache import PagedCache
 from stowage.executor.replay.cache import ReplayCache
@@ -69,7 +70,7 @@ class Runner:
         self._cache = PagedCache(layout.layers, self._recurrent)
         self._takes_rows = takes_rows(model)
         self._cache_name = cache_name(model)
-        self._exact, self._int8 = exact is not None, int8
+        self._exact, self._rounded_from = exact is not None, ROUNDED_FROM if int8 else kernels.NEVER
         self._piece_tokens = exact.grid if exact is not None and exact.alone else 0
         self._kernels = kernels.wanted(model.device, model.dtype)
         if model.device.type == "cpu":
@@ -203,7 +204,7 @@ class Runner:
             paged=self._paged,
             device=self._device,
         )
-        step.kernels, step.latent_weights, step.rounded = self._kernels, self._latent_weights, self._int8
+        step.kernels, step.latent_weights, step.rounded_from = self._kernels, self._latent_weights, self._rounded_from
         return step
 
     def _recorded(self, inputs: Inputs) -> Tensor:

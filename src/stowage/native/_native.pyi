@@ -120,7 +120,7 @@ def attention(
     softcap: float,
     half: bool,
     narrow: bool,
-    rounded: bool,
+    rounded_from: int,
     threads: int,
     /,
 ) -> None: ...

@@ -145,7 +145,8 @@ def _by_kernels(int8: bool, dtype: Any, device: Any) -> Callable[[int], object]:
     import torch
 
     from stowage.core.geometry import Kind
-    from stowage.executor.kernels import AttentionRuns, attend
+    from stowage.executor.int8_activations import ROUNDED_FROM
+    from stowage.executor.kernels import NEVER, AttentionRuns, attend
 
     heads, tokens, size = _ATTENTION
     query = torch.full((tokens, heads, size), 0.5, dtype=dtype, device=device)
@@ -153,7 +154,7 @@ def _by_kernels(int8: bool, dtype: Any, device: Any) -> Callable[[int], object]:
     keys = torch.full((blocks, _BLOCK_TOKENS, max(1, heads // _FOLD), size), 0.5, dtype=dtype, device=device)
     run = torch.tensor([[0, tokens, 0, 0, 0]])
     runs = AttentionRuns(torch.arange(blocks), run, Kind.FULL, 0, _BLOCK_TOKENS)
-    return lambda at: attend(query, keys, keys, runs, size**-0.5, rounded=int8)
+    return lambda at: attend(query, keys, keys, runs, size**-0.5, rounded_from=ROUNDED_FROM if int8 else NEVER)
 
 
 def _by_torch(dtype: Any, device: Any) -> Callable[[int], object]:

@@ -133,13 +133,14 @@ static void NAME(soften)(const Attention *job, int row, int rows, const int *fro
         s->peak[row + r] = peaks[r];
     }
     NAME(store)(shrink, NAME(exponential)(NAME(load)(shrink)));
-    const float nothing = job->rounded ? SUM_LEAST : 0.0f;
     for (int r = 0; r < rows; r++) {
+        int rounded = row + r >= s->exact;
+        const float nothing = rounded ? SUM_LEAST : 0.0f;
         float *out = s->out + (row + r) * job->value_width;
         NAME(vec) sum = {0};
         for (int i = 0; i < KEYS; i += LANES) {
             NAME(vec) below = NAME(load)(scores[r] + i) - peaks[r];
-            NAME(vec) weight = job->rounded ? NAME(rounded_exponential)(below) : NAME(exponential)(below);
+            NAME(vec) weight = rounded ? NAME(rounded_exponential)(below) : NAME(exponential)(below);
             NAME(store)(scores[r] + i, weight);
             sum += weight;
         }
@@ -274,6 +275,8 @@ static void NAME(rows)(const Attention *job, const Run *run, int64_t head, int64
         positions[row - begin] = run->start + row / fold;
         seen[row - begin] = NAME(seen_from)(job, positions[row - begin]);
     }
+    int64_t exact = (job->rounded_from - run->start) * fold - begin;
+    s->exact = exact < 0 ? 0 : exact < rows ? (int)exact : rows;
     memset(s->out, 0, (end - begin) * job->value_width * 4);
     int turned = LANES >= 8 && rows >= TURNED_ROWS; /* no instruction fills fewer lanes at no cost */
     int scoring = turned && s->scoring != NULL && s->scoring->lay_queries(job->width, rows, s);
@@ -289,7 +292,7 @@ static void NAME(rows)(const Attention *job, const Run *run, int64_t head, int64
         }
         int scored = scoring && s->scoring->score(job->width, rows, low, high, from, until, s);
         int way = scored ? SCORED : turned ? TURNED : LYING;
-        if (scored && job->rounded && job->value_width % 16 == 0
+        if (scored && s->exact == 0 && job->value_width % 16 == 0
             && s->scoring->lay_values(job->value_width, low, high, s))
             way = LAID;
         if ((way == TURNED || way == SCORED) && job->half)

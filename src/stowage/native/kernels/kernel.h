@@ -115,8 +115,8 @@ typedef struct {
     int64_t begin, count, start, table, base;
 } Run;
 
-/* Queries, keys and values in bfloat16 if `half`, else float32; what comes out in bfloat16 if it is `narrow`. `rounded`:
- * weights are rounded to bfloat16, which is quicker. */
+/* Queries, keys and values in bfloat16 if `half`, else float32; what comes out in bfloat16 if it is `narrow`. Of queries
+ * at positions from `rounded_from` on weights are rounded to bfloat16, which is quicker. */
 typedef struct {
     const void *q;
     void *out;
@@ -126,7 +126,8 @@ typedef struct {
     const float *sinks;
     int64_t count, heads, fold, width, value_width, block_tokens, window, kind;
     float scale, softcap;
-    int half, narrow, rounded;
+    int64_t rounded_from;
+    int half, narrow;
 } Attention;
 
 /* `rows` rows of x, `width` numbers each, side by side; x, w and y in bfloat16 if `half`, else float32. ROUNDED: what
@@ -240,6 +241,7 @@ typedef struct {
     const uint16_t *query[ROWS];
     uint32_t *query_pairs, *key_pairs, *value_pairs;
     const Scoring *scoring;
+    int exact; /* the first rows, whose weights are not rounded */
 } Scratch;
 
 /* Scores of many rows in bfloat16 by instructions for it, with the bits of floats. A thread calls `begin`, if there

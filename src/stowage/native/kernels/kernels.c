@@ -250,11 +250,11 @@ static PyObject *attention(PyObject *self, PyObject *args)
     (void)self;
     int threads;
     Attention job;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&nnnnnnnnffiiii", read_address, &job.q, read_address, &job.out, read_blocks,
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&nnnnnnnnffiini", read_address, &job.q, read_address, &job.out, read_blocks,
                           &job.k, read_blocks, &job.v, read_address, &job.table, read_address, &job.runs, read_address,
                           &job.sinks, &job.count, &job.heads, &job.fold, &job.width, &job.value_width,
                           &job.block_tokens, &job.window, &job.kind, &job.scale, &job.softcap, &job.half,
-                          &job.narrow, &job.rounded, &threads))
+                          &job.narrow, &job.rounded_from, &threads))
         return NULL;
     int there;
     Py_BEGIN_ALLOW_THREADS

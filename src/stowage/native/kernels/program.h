@@ -219,7 +219,7 @@ static int run_attention(Reader *r, long threads)
     job.scale = next_float(r);
     job.softcap = next_float(r);
     job.half = job.narrow = (int)next_number(r);
-    job.rounded = (int)next_number(r);
+    job.rounded_from = next_number(r);
     return r->wrong || spread_attention(&job, threads);
 }
 

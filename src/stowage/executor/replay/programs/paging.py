@@ -201,8 +201,8 @@ class Paging:
             words += [self.buffers.address_of(view), *view.stride()[:3], there, unit]
         words += [reads.where.table, reads.where.runs, *reads.sinks, runs.runs.shape[0], kv_heads]
         words += [reads.heads // kv_heads, width, values.shape[3], runs.block_tokens, runs.window]
-        rounded = half and current.get().rounded
-        return [Operation((*words, kernels.KINDS[runs.kind], *reads.numbers, int(half), int(rounded)))]
+        rounded_from = current.get().rounded_from if half else kernels.NEVER
+        return [Operation((*words, kernels.KINDS[runs.kind], *reads.numbers, int(half), rounded_from))]
 
     def _latents_read(self, module: Any, query: Tensor, out: Tensor, reads: _Reads) -> list[Operation]:
         """``attention._paged_latent`` of ``query`` ``[tokens, heads, width]``."""
