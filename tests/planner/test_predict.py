@@ -26,19 +26,6 @@ def test_what_a_forward_takes_besides_its_products() -> None:
     assert more_s(replace(WORK, batch=3)) == pytest.approx(batch)
 
 
-def test_a_layer_of_prompts_has_a_time_of_its_own() -> None:
-    """Prompts are not recorded. Where it was not measured, it is that of steps."""
-    made = model([4] * 3, head=0)
-    bare = replace(machine("cpu"), layer_s=2.0)
-    own = replace(bare, prompt_layer_s=5.0)
-    prompt, single = replace(WORK, batch=1), replace(WORK, batch=1, prompt_tokens=1)
-    assert prompt.prompt > 1
-    longer_s = prompt_s(made, own, prompt, Away(), 1) - prompt_s(made, bare, prompt, Away(), 1)
-    assert longer_s == pytest.approx(3 * (5.0 - 2.0))
-    assert prompt_s(made, own, single, Away(), 1) == pytest.approx(prompt_s(made, bare, single, Away(), 1))
-    assert decode_step(made, own, prompt, Away()) == decode_step(made, bare, prompt, Away())
-
-
 def test_attention_of_a_step_takes_longer_the_more_was_said() -> None:
     made, bare = model([4] * 3), machine("cpu")
     slow = replace(bare, attention_steps={1: 1e6})

@@ -143,15 +143,7 @@ def test_a_torch_that_fails_is_told_with_its_last_words(tmp_path: Path, monkeypa
 
 def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, with matrices and models that take no time."""
-    small = {
-        "_NARROW": 64,
-        "_WIDE": 128,
-        "_WIDE_TOKENS": 8,
-        "_TOKENS": 6,
-        "_ROUNDS": 1,
-        "_LAYERS_MORE": 4,
-        "_PROMPT_MORE": 20,
-    }
+    small = {"_WIDE": 128, "_WIDE_TOKENS": 8, "_TOKENS": 6, "_ROUNDS": 1, "_LAYERS_MORE": 4, "_PROMPT_MORE": 20}
     for name, value in small.items():
         monkeypatch.setattr(forwards, name, value)
     for name, value in {"_OUT": 64, "_IN": 32, "_UNIT_BYTES": 1 << 14, "_ROUNDS": 1}.items():
@@ -181,7 +173,7 @@ def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(set(rates) == set(compute.ROWS) and min(rates.values()) > 0 for rates in found["products"].values())
     assert min(*found["attention"].values(), found["layer_s"]) > 0
     if found["kind"] == "cpu":
-        besides = ("step_s", "mixture_s", "expert_s", "prompt_layer_s", "elements_per_s", "stream_bytes_per_s")
+        besides = ("step_s", "mixture_s", "expert_s", "elements_per_s", "stream_bytes_per_s")
         assert min(found[name] for name in besides) > 0
         assert min(found["sequence_s"], found["logit_s"]) >= 0
         assert set(found["attention_steps"]) == {1, forwards._BATCH}

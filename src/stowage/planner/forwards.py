@@ -5,8 +5,7 @@
     a sequence    its share of that, in a batch                       by a batch
     attention     of decoding steps                                   by longer prompts
     a logit       drawing a token                                     by a larger vocabulary
-    an element    of activations: what norms, rotation and gates do   by wide prompts; linear layers do nothing
-    a layer       of prompts, which are not recorded                  by narrower ones, of few layers and of more
+    an element    of activations: what norms, rotation and gates do   by a prompt, through linear layers that do nothing
     a mixture     routing, for each layer that has experts            by models with few and many experts that are met
     an expert     the calls for each expert that is met
 
@@ -31,7 +30,7 @@ _TOKENS = 24
 _HEADS, _KV_HEADS, _HEAD_SIZE = 16, 4, 64
 _PROMPT_FEW, _PROMPT_MORE = 6, 518
 _VOCAB_FEW, _VOCAB_MORE = 64, 32768
-_NARROW, _WIDE, _WIDE_TOKENS = 256, 1024, 64
+_WIDE, _WIDE_TOKENS = 1024, 64
 _EXPERTS, _CHOSEN_FEW, _CHOSEN_MORE = 32, 2, 16
 _ROUNDS = 3
 _OTHER_BYTES = 64 << 20
@@ -39,7 +38,7 @@ _OTHER_BYTES = 64 << 20
 
 def measure() -> dict[str, Any]:
     """Fields of ``Machine``: ``step_s``, ``layer_s``, ``sequence_s``, ``attention_steps``, ``logit_s``,
-    ``prompt_layer_s``, ``elements_per_s``, ``mixture_s``, ``expert_s``.
+    ``elements_per_s``, ``mixture_s``, ``expert_s``.
     """
     few_s, few_batch_s = _steps_s(_llama(_LAYERS_FEW), 1, _BATCH)
     more_s, more_batch_s = _steps_s(_llama(_LAYERS_MORE), 1, _BATCH)
@@ -48,13 +47,15 @@ def measure() -> dict[str, Any]:
     sequence_s = max((more_batch_s - few_batch_s) / layers - layer_s, 0.0) / (_BATCH - 1)
     (cold_s,) = _steps_s(_llama(_LAYERS_FEW), 1, cold=True)
     step_s = max(cold_s - _LAYERS_FEW * layer_s, 1e-9)
+    wide_s = _prefilling_s(_llama(_LAYERS_FEW, hidden=_WIDE, inner=4 * _WIDE))
+    elements = _LAYERS_FEW * _BATCH * _WIDE_TOKENS * 5 * _WIDE
     return {
         "step_s": step_s,
         "layer_s": layer_s,
         "sequence_s": sequence_s,
         "logit_s": max(_drawing_s() - few_batch_s, 0.0) / (_BATCH * (_VOCAB_MORE - _VOCAB_FEW)),
         "attention_steps": _attention_steps(),
-        **_prompts(),
+        "elements_per_s": elements / max(wide_s - few_s, 1e-9),
         **_experts(few_s),
     }
 
@@ -70,18 +71,6 @@ def _attention_steps() -> dict[int, float]:
         batch: batch * operations / max(long_s - short_s, 1e-9)
         for batch, short_s, long_s in zip(batches, short, long, strict=True)
     }
-
-
-def _prompts() -> dict[str, float]:
-    """A layer of prompts takes a time of its own, and one for each element: of two widths."""
-    few_s, more_s, wide_s = (
-        _prefilling_s(_llama(layers, hidden=width, inner=4 * width))
-        for layers, width in ((_LAYERS_FEW, _NARROW), (_LAYERS_MORE, _NARROW), (_LAYERS_FEW, _WIDE))
-    )
-    narrow_elements, wide_elements = (_BATCH * _WIDE_TOKENS * 5 * width for width in (_NARROW, _WIDE))
-    element_s = max((wide_s - few_s) / _LAYERS_FEW, 1e-9) / (wide_elements - narrow_elements)
-    layer_s = (more_s - few_s) / (_LAYERS_MORE - _LAYERS_FEW) - narrow_elements * element_s
-    return {"prompt_layer_s": max(layer_s, 1e-9), "elements_per_s": 1 / element_s}
 
 
 def _experts(few_s: float) -> dict[str, float]:

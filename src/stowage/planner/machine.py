@@ -41,14 +41,13 @@ class Machine:
     reading does; many hardly. ``mapped_byte_s``: seconds by which a byte of a file that is mapped and in the page cache
     takes longer than one in memory, whose pages are larger.
 
-    What a forward takes besides its products: ``step_s`` whatever it does, ``layer_s`` for each layer, or
-    ``prompt_layer_s`` where prompts are in it (0: that was not measured), and ``sequence_s`` for each further sequence;
-    ``logit_s`` for each number that a token is drawn from; ``mixture_s`` for each layer with experts, ``expert_s`` for
-    each expert that is met. ``attention_steps``: operations of attention when decoding, by sequences of a batch,
-    besides reading keys. ``elements_per_s``: activations (as many as the model and its inner layers are wide, for each
-    token and layer) that go through norms, rotation and gates; 0 where that is not known. ``waited_share``: of the time
-    in which threads had something to multiply while that was measured, the share that they waited for a core that
-    others had.
+    What a forward takes besides its products: ``step_s`` whatever it does, ``layer_s`` for each layer, and
+    ``sequence_s`` for each further sequence in it; ``logit_s`` for each number that a token is drawn from;
+    ``mixture_s`` for each layer with experts, ``expert_s`` for each expert that is met. ``attention_steps``: operations
+    of attention when decoding, by sequences of a batch, besides reading keys. ``elements_per_s``: activations (as many
+    as the model and its inner layers are wide, for each token and layer) that go through norms, rotation and gates; 0
+    where that is not known. ``waited_share``: of the time in which threads had something to multiply while that was
+    measured, the share that they waited for a core that others had.
     """
 
     name: str
@@ -70,7 +69,6 @@ class Machine:
     mapped_byte_s: float = 0.0
     step_s: float = 0.0
     layer_s: float = 0.0
-    prompt_layer_s: float = 0.0
     sequence_s: float = 0.0
     logit_s: float = 0.0
     attention_steps: Mapping[int, float] = field(default_factory=dict)

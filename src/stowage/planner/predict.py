@@ -159,8 +159,7 @@ def _multiply_s(model: Model, machine: Machine, part: str, parameters: float, ro
 
 def _besides_s(model: Model, machine: Machine, tokens: int, sequences: int) -> float:
     """What a forward takes besides products and reading keys."""
-    layer_s = machine.prompt_layer_s if tokens > sequences and machine.prompt_layer_s else machine.layer_s
-    each = layer_s + max(0, sequences - 1) * machine.sequence_s
+    each = machine.layer_s + max(0, sequences - 1) * machine.sequence_s
     seconds = machine.step_s + len(model.layers) * each
     seconds += sequences * model.vocab * machine.logit_s
     if machine.elements_per_s:

@@ -182,7 +182,6 @@ def rows(machine: Machine) -> list[tuple[str, str]]:
     parts = {
         "a step": machine.step_s,
         "a layer": machine.layer_s,
-        "a layer of prompts": machine.prompt_layer_s,
         "a sequence of a batch, each layer": machine.sequence_s,
         "drawing a token, of a thousand logits": 1000 * machine.logit_s,
     }
