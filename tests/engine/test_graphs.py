@@ -278,10 +278,10 @@ class Short(TapeRecorder):
 
 
 def test_a_device_without_memory_for_it(opened, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
-    expected = ask(opened("llama", cuda_graphs=False), PROMPTS[:4], (20, 6, 16, 11))
+    expected = ask(opened("llama", cuda_graphs=False), PROMPTS[:4], (40, 6, 16, 11))
     engine = opened("llama", Short(), max_num_seqs=4)
     with caplog.at_level(logging.WARNING, "stowage.engine"):
-        assert_equal(ask(engine, PROMPTS[:4], (20, 6, 16, 11)), expected)
+        assert_equal(ask(engine, PROMPTS[:4], (40, 6, 16, 11)), expected)
     stats = engine.stats()["graphs"]
     assert stats["refused"] == len(lines(caplog)) == 1 and stats["captured_steps"] > 0
     assert {shape[0] for shape in engine.parts.graphs.recorded} == {1, 2}
