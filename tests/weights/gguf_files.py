@@ -221,12 +221,7 @@ def _activations(model: Any, arch: str) -> dict[str, Any]:
 
 def _latents(config: Any, arch: str) -> dict[str, Any]:
     """Of DeepSeek: one head of keys that all others share, and beside it what heads are made of."""
-    sizes = {
-        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
-        "attention.value_length": config.kv_lora_rank,
-        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
-        "attention.value_length_mla": config.v_head_dim,
-        "attention.kv_lora_rank": config.kv_lora_rank,
+    sizes = gguf_kimi.latents(config) | {
         "attention.head_count_kv": 1,
         "expert_gating_func": 1 if config.model_type in ("deepseek_v2", "mistral4") else 2,
     }

@@ -7,17 +7,23 @@ from typing import Any
 import numpy as np
 
 
-def fields(config: Any, arch: str) -> dict[str, Any]:
-    """Beside what every decoder has."""
-    if arch != "kimi-linear":
-        return {}
-    found = {
-        "attention.head_count_kv": [int(kind == "full_attention") for kind in config.layer_types],
+def latents(config: Any) -> dict[str, Any]:
+    """How wide heads, and the latents that they are made of, are; DeepSeek's converter writes them so too."""
+    return {
         "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
         "attention.value_length": config.kv_lora_rank,
         "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
         "attention.value_length_mla": config.v_head_dim,
         "attention.kv_lora_rank": config.kv_lora_rank,
+    }
+
+
+def fields(config: Any, arch: str) -> dict[str, Any]:
+    """Beside what every decoder has."""
+    if arch != "kimi-linear":
+        return {}
+    found = latents(config) | {
+        "attention.head_count_kv": [int(kind == "full_attention") for kind in config.layer_types],
         "expert_gating_func": 2,
         "expert_shared_count": config.num_shared_experts,
         "kda.head_dim": config.linear_head_dim,

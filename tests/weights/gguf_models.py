@@ -11,21 +11,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from stowage.testing import tiny_models
+from stowage.testing.tiny_models.full import YARN
 
 SIZE = tiny_models.TinySize(hidden=256, layers=2)
-
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
 
 
 LONG = {
@@ -155,7 +143,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": MIMO,
     "minicpm3": MINICPM3,
     "minimax_m2": {},
-    "mistral4": {"max_position_embeddings": 256, "rope_parameters": {**YARN}},  # which its config changes
+    "mistral4": {"max_position_embeddings": 256},
     "ministral3": {"max_position_embeddings": 256, "rope_parameters": YARN},
     "olmo2": {},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -212,7 +200,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 2.5 vl": ("qwen2", FAMILIES["qwen2"] | {"gguf_arch": "qwen2vl"}),
     "qwen 3 vl": ("qwen3", {"gguf_arch": "qwen3vl"}),
     "qwen 3 vl with experts": ("qwen3_moe", FAMILIES["qwen3_moe"] | {"gguf_arch": "qwen3vlmoe"}),
-    "mistral large 3": ("mistral4", {"gguf_arch": "deepseek2", "rope_parameters": {**YARN}}),
+    "mistral large 3": ("mistral4", {"gguf_arch": "deepseek2"}),
     "nemotron 3 nano": ("nemotron_h", NEMOTRON),
     "nemotron 3 super": ("nemotron_h", NEMOTRON | {"moe_latent_size": 32, "norm_topk_prob": False}),
 }

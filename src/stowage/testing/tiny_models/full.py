@@ -6,6 +6,19 @@ from typing import Any
 
 from stowage.testing.tiny_models.family import Family, TinySize, common, shared_experts, with_heads
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Of models whose queries are scaled the more, the later they stand."""
+
 
 def _experts(size: TinySize) -> dict[str, Any]:
     return common(size) | {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -66,19 +79,7 @@ def _deepseek_v2(size: TinySize) -> dict[str, Any]:
 
 def _mistral4(size: TinySize) -> dict[str, Any]:
     """Queries are scaled the more, the later they stand."""
-    return _deepseek_v2(size) | {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 32,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-    }
+    return _deepseek_v2(size) | {"rope_parameters": {**YARN}}  # its config changes them
 
 
 def _longcat(size: TinySize) -> dict[str, Any]:
