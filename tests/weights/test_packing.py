@@ -135,3 +135,25 @@ def test_a_killed_process_leaves_nothing_that_looks_whole(checkpoints: Callable[
     packing.pack(str(checkpoints("llama")), out, "int8")
     assert not part.exists()
     assert torch.isfinite(logits(loading.load(out).model, prompt())).all()
+
+
+def test_what_no_packing_left_is_never_removed(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    """A directory that is called as the unfinished one would be, and is the user's own."""
+    own = tmp_path / "out.part"
+    own.mkdir()
+    (own / "notes.txt").write_text("mine")
+    for write in (
+        lambda: packing.pack(str(checkpoints("llama")), tmp_path / "out", "int8"),
+        lambda: packing.pack_lossless(str(checkpoints("llama")), tmp_path / "out"),
+    ):
+        with pytest.raises(DirectoryError, match=r"out.part exists, and pack would write there"):
+            write()
+    assert [path.name for path in own.iterdir()] == ["notes.txt"]
+    (own / "notes.txt").unlink()
+    (own / ".packing").touch()
+    (own / "odd").mkdir()
+    with pytest.raises(DirectoryError, match=r"cannot be emptied: .*odd"):
+        packing.pack(str(checkpoints("llama")), tmp_path / "out", "int8")
+    (own / "odd").rmdir()
+    packing.pack(str(checkpoints("llama")), tmp_path / "out", "int8")
+    assert (tmp_path / "out" / "config.json").exists()

@@ -243,6 +243,11 @@ def _part(directory: Path) -> Iterator[Path]:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         part.mkdir(exist_ok=True)
+        if not (part / _LOCK).exists() and any(part.iterdir()):  # what no packing left is somebody's own
+            raise DirectoryError(
+                f"{part} exists, and pack would write there until {directory} is whole: give another directory, or "
+                "remove it."
+            )
         lock = os.open(part / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise DirectoryError(f"{part} cannot be made: {error.strerror}. Choose another directory.") from error
@@ -251,9 +256,7 @@ def _part(directory: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise DirectoryError(f"{part} belongs to another process that packs there now: wait for it.") from error
-        for left in part.iterdir():
-            if left.name != _LOCK:
-                left.unlink()
+        _clear(part)
         try:
             yield part
         except BaseException:
@@ -261,6 +264,16 @@ def _part(directory: Path) -> Iterator[Path]:
             raise
     finally:
         os.close(lock)
+
+
+def _clear(part: Path) -> None:
+    """Remove what a killed process left there."""
+    try:
+        for left in part.iterdir():
+            if left.name != _LOCK:
+                left.unlink()
+    except OSError as error:
+        raise DirectoryError(f"{part} cannot be emptied: {error.strerror} ({error.filename}). Remove it.") from error
 
 
 def _prove(part: Path) -> None:
