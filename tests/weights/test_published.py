@@ -247,3 +247,18 @@ def test_what_cannot_be_computed_as_it_lies_is_expanded(tmp_path: Path, caplog: 
     assert "expanded to bfloat16, because they cannot be computed from as they lie" in caplog.text
     expected = load_file(plain / "model.safetensors")
     assert all(torch.equal(t, expected[f"model.{name}"]) for name, t in loaded.model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "gptq-32", "int4-32", "gpt_oss"])
+def test_quantised_weights_of_which_a_config_says_nothing_are_refused(name: str, tmp_path: Path) -> None:
+    """Older tools say it in a file of their own (hf_quant_config.json, quantize_config.json). Transformers takes codes
+    of FP8 for numbers then, and answers.
+    """
+    family, method, quantiser = METHODS[name] if name in METHODS else EXPERTS["gpt_oss-mxfp4"]
+    published, _ = files.write(family, tmp_path, method, quantiser)
+    config = json.loads((published / "config.json").read_text())
+    del config["quantization_config"]
+    (published / "config.json").write_text(json.dumps(config))
+    for load in (loading.load, lambda path: stowage.offload(path, weights="*=stream")):
+        with pytest.raises(UnsupportedModelError, match=r"holds quantised weights .*does not say how"):
+            load(published)

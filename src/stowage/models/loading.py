@@ -139,11 +139,14 @@ def _of_published(
     """
     import torch
 
-    from stowage.models.published.checkpoint import dtype_of, expandable, finish, plan_of
+    from stowage.models.published.checkpoint import dtype_of, expandable, finish, plan_of, refuse_unsaid
     from stowage.models.published.method import method_of
+    from stowage.weights.quantized.modules import marked
 
     method = method_of(part.config)
     if method is None:
+        if not marked(part.config):
+            refuse_unsaid(directory, files)
         return None
     stated = dtype_of(part.config, files, dtype)
     try:

@@ -7,6 +7,7 @@ computed with as numbers are read. A bias that a file has and the model has not 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,14 +21,16 @@ from stowage.models.multimodal import TextPart, class_of
 from stowage.models.published.matrices import Matrices, Matrix, base_of, odd
 from stowage.models.published.method import Method
 from stowage.models.published.names import Sources, sources_of
-from stowage.weights.checkpoint import Stored, stored_in
+from stowage.weights.checkpoint import Checkpoint, Stored, stored_in
 from stowage.weights.quantized.formats import Spec
 from stowage.weights.quantized.published import Kept, Part, Plan
 
-__all__ = ["dtype_of", "expandable", "finish", "meta_model", "plan_of", "specs_of"]
+__all__ = ["dtype_of", "expandable", "finish", "meta_model", "plan_of", "refuse_unsaid", "specs_of"]
 
 _AS_NUMBERS: Final = "kv_b_proj"
 """Of latent attention: its weight itself is computed with at every step, so it is read once."""
+_QUANTISED: Final = re.compile(r".+(?:\.weight_scale(?:_inv)?|\.weight_packed|\.qweight|_proj_blocks)")
+"""Names that tools give to what makes numbers of codes, or to codes."""
 
 
 def meta_model(part: TextPart) -> Any:
@@ -92,6 +95,20 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
             values[path] = found
     _refuse_biases(stored, names, sources.values())
     return Plan(kept, values)
+
+
+def refuse_unsaid(directory: Path, files: Sequence[Path]) -> None:
+    """Refuse quantised weights of which config.json says nothing: Transformers would take codes for numbers, without
+    their scales. Raises UnsupportedModelError, CheckpointError.
+    """
+    checkpoint = Checkpoint(files)
+    names = [name for name in checkpoint.tensors if _QUANTISED.fullmatch(name)]
+    checkpoint.close()
+    if names:
+        raise UnsupportedModelError(
+            f"{directory} holds quantised weights ({min(names)}), and its config.json does not say how they are to be "
+            "read (quantization_config). Give a checkpoint whose config.json says it, or the original."
+        )
 
 
 def expandable(files: Sequence[Path], method: Method) -> bool:
