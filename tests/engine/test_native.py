@@ -69,6 +69,34 @@ def test_rows_that_do_not_lie_side_by_side():
     assert kernels.linear(x[:0, 1], weight).shape == (0, 30)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.sampled_from([1, 2, 3, 5, 8, 9, 70]),
+    inputs=st.integers(1, 80) | st.sampled_from([1023, 1025, 4129, 8300]),
+    outputs=st.integers(1, 140),
+    dtype=st.sampled_from(DTYPES),
+    threads=st.integers(1, 3),
+    data=st.data(),
+)
+def test_a_matrix_whose_inputs_come_first_gives_the_bits_of_others(rows, inputs, outputs, dtype, threads, data):
+    """Part of one, too."""
+    x, whole = numbers(rows, inputs, dtype=dtype), numbers(inputs + 3, outputs + 9, seed=1, dtype=dtype)
+    first = data.draw(st.integers(0, 9))
+    weight = whole[2 : 2 + inputs, first : first + outputs].T
+    for instructions in INSTRUCTIONS:
+        try:
+            kernels._kernel.use_instructions(instructions)
+        except ValueError:  # this processor does not have them
+            continue
+        try:
+            with using_threads(threads):
+                assert kernels.takes(x, weight)
+                found, expected = kernels.linear(x, weight), kernels.linear(x, weight.contiguous())
+        finally:
+            kernels._kernel.use_instructions(None)
+        assert torch.equal(found, expected), instructions
+
+
 class Case:
     """Keys and values of one sequence, scattered over a pool; and attention over them as its definition has it."""
 

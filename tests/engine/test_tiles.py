@@ -255,6 +255,14 @@ def test_layers_in_one_call_and_rows_that_do_not_lie_side_by_side(kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 4, 5, 40])
+def test_a_matrix_whose_inputs_come_first(kernel, rows):
+    generator = torch.Generator().manual_seed(1)
+    x, weight = numbers(generator, rows, 700, any_size=False), numbers(generator, 700, 130, any_size=False).T
+    assert torch.equal(kernels.linear(x, weight), kernels.linear(x, weight.contiguous()))
+
+
+@pytest.mark.slow
 def test_an_engine_with_tiles_is_exact(kernel, tmp_path):
     """Prompts by tiles, tokens by vectors: the same to the bit in one piece, in many, and beside others."""
     path = tiny_models.write("llama", tmp_path, tiny_models.TinySize(context_tokens=256))

@@ -17,6 +17,7 @@ _FORMATS: Final = (
     "",  # plain numbers
     *"q8_0 q4_0 q4_1 q5_0 q5_1 iq4_nl mxfp4_block f32 f16 bf16 mxfp4 fp8 int4 gptq awq packed4".split(),
     *"q2_k q3_k q4_k q5_k q6_k iq4_xs iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq1_s iq1_m".split(),
+    "inputs_first",  # plain numbers too
 )
 
 

@@ -44,7 +44,7 @@ _DYNAMIC = {torch.float32: 6, torch.bfloat16: 7}
 INTEGER_FORMATS = frozenset("q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block mxfp4 int4 gptq awq".split())
 """Published formats of whole numbers, which inputs in 8 bits are multiplied with; and our own int8 and int4."""
 _SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
-REVISION = 4
+REVISION = 5
 """Raised when a kernel, or one more thing that kernels compute, changes the bits of an answer."""
 _INT8_BLOCK = 32
 """Inputs with one scale, where they are rounded to 8 bits."""
@@ -103,7 +103,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         weight.dim() == 2
         and weight.dtype in DTYPES
         and x.dtype is weight.dtype
-        and weight.stride(1) == 1
+        and 1 in weight.stride()
         and weight.device.type == "cpu"
         and x.shape[-1] == weight.shape[1] > 0
     )
@@ -188,9 +188,11 @@ class Matrix:
 
 def of_plain(weight: Tensor, scales: Tensor | None = None) -> Matrix:
     """A matrix that ``linear`` takes, or ``int8`` codes ``[outputs, inputs]``, of which each output has its own of
-    ``scales`` ``[outputs]``, float32.
+    ``scales`` ``[outputs]``, float32. Where outputs of an input lie side by side, rows are those of inputs.
     """
-    return Matrix(weight, weight.shape[0], weight.stride(0), scales)
+    if weight.stride(1) == 1:
+        return Matrix(weight, weight.shape[0], weight.stride(0), scales)
+    return Matrix(weight, weight.shape[0], weight.stride(1), form=number_of("inputs_first"))
 
 
 def of_int4(dtype: torch.dtype, codes: Tensor, scales: Tensor, group: int) -> Matrix:

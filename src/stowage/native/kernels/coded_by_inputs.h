@@ -10,23 +10,12 @@ static inline int coded_by_inputs(const Linear *job)
     return job->format == GPTQ || job->format == AWQ;
 }
 
-/* Words of four vectors: those of every fourth place side by side. */
-static inline ALWAYS void coded_transpose_fours(__m512i v[4])
-{
-    __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
-    __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
-    v[0] = _mm512_unpacklo_epi64(a, c);
-    v[1] = _mm512_unpackhi_epi64(a, c);
-    v[2] = _mm512_unpacklo_epi64(b, d);
-    v[3] = _mm512_unpackhi_epi64(b, d);
-}
-
 /* to[i] has word i of all, for 16 vectors of 16 words. */
 static inline ALWAYS void coded_transpose(__m512i v[16])
 {
     __m512i t[16];
     UNROLLED for (int i = 0; i < 16; i += 4)
-        coded_transpose_fours(v + i);
+        avx512_transpose_fours(v + i);
     UNROLLED for (int i = 0; i < 2; i++)
         UNROLLED for (int j = 0; j < 4; j++) {
             t[8 * i + j] = _mm512_shuffle_i32x4(v[8 * i + j], v[8 * i + 4 + j], 0x88);
@@ -158,7 +147,7 @@ static inline ALWAYS void coded_take_gptq(const Linear *job, CodedStrip *strip, 
         UNROLLED for (int j = 0; j < 4; j++, at += 4 * job->outputs)
             v[j] = _mm512_maskz_loadu_epi32(there, at);
         coded_fetch(&strip->far, 4);
-        coded_transpose_fours(v);
+        avx512_transpose_fours(v);
         UNROLLED for (int c = 0; c < 16; c++) {
             __m512i places = _mm512_add_epi16(words, _mm512_set1_epi16((short)(c / 4 * 8)));
             __m512i codes = _mm512_srlv_epi16(_mm512_permutexvar_epi16(places, v[c % 4]), shifts);

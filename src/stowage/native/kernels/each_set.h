@@ -3,6 +3,7 @@
 #include "vectors.h"
 #include "formats.h"
 #include "linear.h"
+#include "inputs_first.h"
 #include "dynamic_linear.h"
 #include "attention_scores.h"
 #include "attention.h"

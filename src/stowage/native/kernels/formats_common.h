@@ -17,7 +17,8 @@ static const int scale_bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF
         OF(IQ2_XXS, iq2_xxs), OF(IQ2_XS, iq2_xs), OF(IQ2_S, iq2_s), OF(IQ3_XXS, iq3_xxs), OF(IQ3_S, iq3_s),            \
         OF(IQ1_S, iq1_s), OF(IQ1_M, iq1_m)
 #define OF(FORMAT, format) FORMAT
-enum { PLAIN = 0 /* of the job's form */, ALL_FORMATS(OF), FORMATS_END };
+enum { PLAIN = 0 /* of the job's form */, ALL_FORMATS(OF), FORMATS_END,
+       INPUTS_FIRST = FORMATS_END /* as PLAIN; rows of `w_row` numbers are those of inputs */ };
 #undef OF
 
 /* One output's row. Scale i is at index `i * scale_step`; its zero point in nibble `zero_shift` of the word at `i *

@@ -62,6 +62,7 @@ typedef struct {
     void (*linear)(const Linear *, int64_t, int64_t);
     void (*halves)(const Linear *, int64_t, int64_t); /* NULL: there are no instructions for it */
     void (*tiles)(const Linear *, int64_t, int64_t);  /* the same of many rows, which lie laid out */
+    void (*transpose)(const Linear *, int64_t, int64_t, int64_t, char *, int64_t);
     const Scoring *scoring;                           /* NULL: floats do it */
     void (*rows)(const Attention *, const Run *, int64_t, int64_t, int64_t, Scratch *);
     void (*norm)(const Norm *, int64_t, int64_t);
@@ -75,15 +76,15 @@ typedef struct {
 #define ALL_BUT_LINEAR(set) \
     set##_rows, set##_norm, set##_pointwise, set##_rotate, set##_delta, set##_scan, set##_convolve
 
-static const Instructions BASE = {"base", base_linear, NULL, NULL, NULL, ALL_BUT_LINEAR(base)};
+static const Instructions BASE = {"base", base_linear, NULL, NULL, base_transpose, NULL, ALL_BUT_LINEAR(base)};
 #ifdef CHOICE
-static const Instructions AVX2 = {"avx2", avx2_linear, NULL, NULL, NULL, ALL_BUT_LINEAR(avx2)};
-static const Instructions AVX512 = {"avx512", avx512_linear, NULL, NULL, NULL, ALL_BUT_LINEAR(avx512)};
+static const Instructions AVX2 = {"avx2", avx2_linear, NULL, NULL, avx2_transpose, NULL, ALL_BUT_LINEAR(avx2)};
+static const Instructions AVX512 = {"avx512", avx512_linear, NULL, NULL, avx512_transpose, NULL, ALL_BUT_LINEAR(avx512)};
 #ifdef PAIRS
-static const Instructions AVX512_BF16 = {"avx512_bf16", avx512_linear, halves_linear, NULL, &by_pairs, ALL_BUT_LINEAR(avx512)};
+static const Instructions AVX512_BF16 = {"avx512_bf16", avx512_linear, halves_linear, NULL, avx512_transpose, &by_pairs, ALL_BUT_LINEAR(avx512)};
 #endif
 #ifdef TILES
-static const Instructions AMX_BF16 = {"amx_bf16", avx512_linear, few_linear, tiles_linear, &by_tiles, ALL_BUT_LINEAR(avx512)};
+static const Instructions AMX_BF16 = {"amx_bf16", avx512_linear, few_linear, tiles_linear, avx512_transpose, &by_tiles, ALL_BUT_LINEAR(avx512)};
 static int tiles_trusted; /* chosen without being named */
 #endif
 #endif

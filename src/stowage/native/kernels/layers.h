@@ -3,6 +3,7 @@
 /* Shares of linear layers with the same inputs: runs of outputs, taken by whoever is free. */
 
 enum { TOGETHER = 8, COMMON = 8, EACH = 9, JOBS = 64 }; /* layers at most; arguments of all, and of each; see count */
+enum { TRANSPOSED_BYTES = 256 << 10 }; /* what is laid out of inputs that come first: so much of the second cache */
 
 typedef struct {
     Linear job[JOBS];
@@ -13,6 +14,29 @@ typedef struct {
     atomic_int failed;
 } LinearShares;
 
+/* Outputs [begin, end) of a matrix whose inputs come first; 0: there is no memory for it. `work` does it with others. */
+static int multiply_transposed(const Linear *job, int64_t begin, int64_t end, void (*work)(const Linear *, int64_t, int64_t))
+{
+    int64_t size = job->form == FLOAT32 ? 4 : 2, stride = (job->inputs + 31) / 32 * 32 + 32;
+    int64_t most = TRANSPOSED_BYTES / size / stride / 32 * 32;
+    most = most > 32 ? most : 32;
+    char *laid = aligned_alloc(64, (size_t)(most * stride * size));
+    if (laid == NULL)
+        return 0;
+    for (int64_t first = begin, wide; first < end; first += wide) {
+        wide = end - first < most ? end - first : most;
+        used->transpose(job, first, wide, end - first - wide, laid, stride * size);
+        Linear plain = *job;
+        plain.format = PLAIN;
+        plain.w = laid;
+        plain.w_row = stride;
+        plain.y = (char *)job->y + first * (job->narrow ? 2 : 4);
+        work(&plain, 0, wide);
+    }
+    free(laid);
+    return 1;
+}
+
 /* Outputs [begin, end) of one layer; 0: there is no memory for it. */
 static int multiply(const Linear *job, int64_t begin, int64_t end)
 {
@@ -20,6 +44,8 @@ static int multiply(const Linear *job, int64_t begin, int64_t end)
         return dynamic->linear(job, begin, end);
     void (*work)(const Linear *, int64_t, int64_t) =
         job->packed ? used->tiles : job->form >= HALVES ? used->halves : used->linear;
+    if (job->format == INPUTS_FIRST)
+        return multiply_transposed(job, begin, end, work);
 #ifdef PAIRS
     if (job->format != PLAIN && job->form >= HALVES)
         return coded_linear(job, begin, end, work);
