@@ -118,7 +118,7 @@ LIES = {
 def test_lies_are_refused_before_memory_is_taken(data: bytes, read: Callable[[bytes], gguf.GgufFile]) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match=r"no whole GGUF file|of the unknown type"):
+        with pytest.raises(CheckpointError, match=r"no whole GGUF file|in the unknown type 4,|of version"):
             read(data)
         assert tracemalloc.get_traced_memory()[1] < len(data) + 12 * MEMORY_MOST
     finally:

@@ -267,6 +267,32 @@ def test_llama_3_scaled_rotations_are_found_again(tmp_path: Path) -> None:
         loading.load(odd)
 
 
+def test_linear_scaling_is_read_however_a_file_says_it(tmp_path: Path) -> None:
+    """Older files name the factor alone, or otherwise; llama.cpp takes a way that is not said for linear."""
+    scaled = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    plain = model_of("llama", tmp_path / "model", rope_parameters=scaled)
+    for said in (
+        {"scaling.type": "linear", "scaling.factor": 4.0},
+        {"scaling.type": "linear", "scaling.factor": 4},
+        {"scaling.factor": 4.0},
+        {"scale_linear": 4.0},
+    ):
+        own = {f"llama.rope.{key}": value for key, value in said.items()}
+        loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=own)).model
+        assert loaded.config.rope_parameters == scaled, said
+        assert torch.allclose(logits(loaded, prompt()), logits(plain, prompt()), atol=1e-5)
+
+
+def test_a_file_is_known_by_its_first_bytes_too(tmp_path: Path) -> None:
+    """As Ollama keeps them."""
+    plain = model_of("llama", tmp_path / "model")
+    whole = gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q8_0)
+    blob = whole.rename(tmp_path / "sha256-0123")
+    assert read_model(blob).total_bytes
+    with Engine(blob, Memory(kv_cache_memory="8MiB")) as engine:
+        assert len(engine.generate([[5, 6, 7]], GREEDY)[0].token_ids) == 5
+
+
 def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     plain = model_of("llama", tmp_path / "model", SIZE)
 
@@ -291,9 +317,19 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     refused(r"says expert_gating_func = 2", tokens={"llama.expert_gating_func": 2})
     refused(r"describes no llama", tokens={"llama.attention.head_count": 0})
     refused(r"has blk.0.odd.weight, and 0 other tensors", more=[("blk.0.odd.weight", np.ones(4, np.float32))])
-    refused(r"is incomplete: it has no blk.1.attn_norm.weight", without=("blk.1.attn_norm.weight",))
+    refused(r"has no blk.1.attn_norm.weight, .* a variant that is not read", without=("blk.1.attn_norm.weight",))
+    refused(r"says rope.dimension_count = 8", tokens={"llama.rope.dimension_count": 8})
+    refused(r"says rope.scaling.yarn_ext_factor = 0.5", tokens={"llama.rope.scaling.yarn_ext_factor": 0.5})
+    refused(r"says rope.freq_base = nan", tokens={"llama.rope.freq_base": float("nan")})
+    refused(r"describes no llama: unsupported operand", tokens={"llama.rope.freq_base": "10000"})
+    refused(r"describes no llama: 0.0 cannot be raised", tokens={"llama.attention.key_length": 0})
     refused(r"would be \(128, 256\)", tokens={"llama.attention.head_count": 2, "llama.attention.key_length": 64})
     path = gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q8_0)
+    described = path.read_bytes().partition(b"blk.0.attn_q.weight")
+    repacked = b"".join([*described[:2], described[2][:20], bytes([31]), described[2][21:]])
+    (tmp_path / "repacked.gguf").write_bytes(repacked)
+    with pytest.raises(CheckpointError, match=r"has blk.0.attn_q.weight in Q4_0_4_4, .* Give a file .* in Q4_0\."):
+        loading.load(tmp_path / "repacked.gguf")
     with pytest.raises(ConfigError, match=r"a GGUF file is loaded as AutoModelForCausalLM or LlamaForCausalLM"):
         stowage.offload(path, weights="*=stream", model_class="LlamaForSequenceClassification")
     assert gguf_checkpoint.file_in(tmp_path / "model") is None, "a checkpoint of another kind"

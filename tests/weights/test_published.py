@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import stowage
 from stowage import BudgetError, CheckpointError, Engine, Memory, SamplingParams, UnsupportedModelError
+from stowage.evaluation import pack as packing
 from stowage.models import loading
 from stowage.planner import format_speed
 from stowage.planner.machine import INT8, TYPICAL_CPU
@@ -250,6 +251,11 @@ def test_quantised_weights_of_which_a_config_says_nothing_are_refused(name: str,
     config = json.loads((published / "config.json").read_text())
     del config["quantization_config"]
     (published / "config.json").write_text(json.dumps(config))
-    for load in (loading.load, lambda path: stowage.offload(path, weights="*=stream")):
+    packed = tmp_path / "packed"
+    for load in (
+        loading.load,
+        lambda path: stowage.offload(path, weights="*=stream"),
+        lambda path: packing.pack(str(path), packed, "int8"),
+    ):
         with pytest.raises(UnsupportedModelError, match=r"holds quantised weights .*does not say how"):
             load(published)

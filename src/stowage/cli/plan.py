@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stowage.planner.shapes import Model
     from stowage.planner.solve import Budgets, Solution
 
-_MODEL = "A directory with config.json, such a file, or a Hugging Face id. Weights are not needed."
+_MODEL = "A directory with config.json, such a file, a Hugging Face id (weights are not needed), or a GGUF file."
 _MACHINE = "A file that `stowage probe --json` printed, typical-cpu, or typical-gpu. [default: this machine]"
 _BAR = 48
 _FILL = {"weights": "█", "KV": "▓", "ring": "▒", "cache": "▤", "working": "▚", "free": "░"}
@@ -64,12 +64,12 @@ def plan(
     """
     from stowage.cli.output import quiet_libraries
     from stowage.config.memory import parse_tokens
-    from stowage.models.hub import find_config, find_gguf, is_here
+    from stowage.models.hub import find_config, find_gguf, is_gguf, is_here
     from stowage.models.quick_import import import_transformers
 
     gguf = find_gguf(model)
     path = gguf or Path(model).expanduser()
-    if is_here(model) and path.suffix != ".gguf" and not (path.is_dir() and any(path.glob("*.gguf"))):
+    if is_here(model) and not is_gguf(path) and not (path.is_dir() and any(path.glob("*.gguf"))):
         find_config(model)  # what is not there is told before anything slow is imported
     import_transformers()
     from stowage.planner.model import read_model
@@ -178,7 +178,7 @@ def _show(solution: "Solution", hints: list[str]) -> None:
     sparse = any(layer.experts for layer in model.layers)
     active = f", {_billions(model.active_parameters)} active" if sparse else ""
     title = f"{model.family}: {_billions(model.total_parameters)} parameters{active}, "
-    title += f"{format_size(model.total_bytes)} in {model.dtype}"
+    title += f"{format_size(model.total_bytes)} of weights, run in {model.dtype}"
     table = [
         (row.tier, row.what, row.delivery, format_size(row.nbytes), _per_step(row.step_bytes)) for row in rows(solution)
     ]

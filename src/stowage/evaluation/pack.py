@@ -122,7 +122,7 @@ def pack(
     files = check_files(source)
     text = part_of(source)
     layout.refuse_unsupported(text.config)
-    _refuse_quantized(source, text.config)
+    _refuse_quantized(source, text.config, files)
     from stowage.weights.quantized import writer
 
     otherwise = form_name(form, group)
@@ -197,9 +197,12 @@ def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what
     return Packed(str(directory), "lossless", 0, before, after, {"lossless": written.packed}, 0, written.kept, 0.0)
 
 
-def _refuse_quantized(source: Path, config: Any) -> None:
+def _refuse_quantized(source: Path, config: Any, files: Sequence[Path]) -> None:
+    from stowage.models.published.checkpoint import refuse_unsaid
+
     if marked(config):
         raise UnsupportedModelError(f"{source} is packed already: give the checkpoint that it was made from.")
+    refuse_unsaid(source, files)
     text = config.get_text_config()
     for part in (config, text):
         stated = getattr(part, "quantization_config", None)

@@ -13,7 +13,7 @@ from typing import Final
 from stowage.errors import CheckpointError, first_line
 from stowage.models import hub_gguf
 
-__all__ = ["find", "find_config", "find_gguf", "is_here"]
+__all__ = ["find", "find_config", "find_gguf", "is_gguf", "is_here"]
 
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
 _REASON_CHARACTERS = 200
@@ -41,6 +41,17 @@ def _is_path(name: str) -> bool:
     return Path(name).expanduser().is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether the file ``path`` is called as a GGUF file, or begins as one: Ollama's are called by their digest."""
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
 def find(name: str) -> Path:
     """The directory of a checkpoint: ``name`` itself, or the hub's copy of it (``HF_HOME``, ``HF_TOKEN``,
     ``HF_HUB_OFFLINE`` are honoured); or the GGUF file that is named, here or on the hub (``ORG/NAME:Q4_K_M``).
@@ -52,7 +63,7 @@ def find(name: str) -> Path:
         raise CheckpointError(f"{name[:200]!r} names no directory: {str(error)[:200]}.") from error
     if is_directory:
         return path
-    if exists and path.suffix == ".gguf":
+    if exists and is_gguf(path):
         return path
     if exists:
         raise CheckpointError(

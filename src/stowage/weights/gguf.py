@@ -81,6 +81,15 @@ TYPES: Final[Mapping[int, Type]] = {
     }.items()
 }
 """By their number in a file: ``ggml_type`` and ``ggml_type_size`` in https://github.com/ggml-org/ggml."""
+_REPACKED: Final = {
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+"""Types for some processors, which were given up: programs order the bytes of the plain type themselves now."""
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -170,7 +179,9 @@ def _read(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
 
 
 class _Reader:
-    """One file's header, from its first byte on. Raises ValueError, with why it is none."""
+    """One file's header, from its first byte on. Raises ValueError, with why it is none, and CheckpointError for a kind
+    that is not read.
+    """
 
     def __init__(self, view: memoryview, path: Path) -> None:
         self._view, self._path, self._at = view, path, 0
@@ -182,7 +193,10 @@ class _Reader:
         self._at = 4
         version = self._number("I")
         if version not in _VERSIONS:
-            raise ValueError(f"it is of version {version}, and those that are read are 2 and 3, little-endian")
+            raise CheckpointError(
+                f"{self._path} is a GGUF file of version {version}; those that are read are 2 and 3, little-endian. "
+                "Give a newer file of the model, or the Hugging Face checkpoint that it was made from."
+            )
         tensors, count = self._number("Q"), self._number("Q")
         if tensors > min(_TENSORS_MAX, self._end // 24) or count > min(_FIELDS_MAX, self._end // 13):
             raise ValueError(f"it is said to have {tensors} tensors and {count} fields")
@@ -220,7 +234,11 @@ class _Reader:
         number, offset = self._number("I"), self._number("Q")
         kind = TYPES.get(number)
         if kind is None:
-            raise ValueError(f"{name[:80]} is of the unknown type {number}")
+            called = _REPACKED.get(number)
+            raise CheckpointError(
+                f"{self._path} has {name[:80]} in {called or f'the unknown type {number}'}, which is not computed with "
+                f"here. Give a file of the model in {called[:-4] if called else 'another type, such as Q4_K_M'}."
+            )
         if min(shape) < 1 or prod(shape) >= 1 << 62 or shape[-1] % kind.weights:
             raise ValueError(f"{name[:80]} has the shape {shape}")
         return name, kind, shape, offset

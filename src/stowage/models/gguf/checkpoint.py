@@ -13,6 +13,7 @@ from stowage.errors import CheckpointError
 from stowage.models.gguf import config as configs
 from stowage.models.gguf.tensors import plan_of, rope_factors
 from stowage.models.gguf.tokenizer import tokenizer_of
+from stowage.models.hub import is_gguf
 from stowage.weights import gguf
 from stowage.weights.quantized.published import Plan
 
@@ -69,7 +70,7 @@ def file_in(path: Path) -> Path | None:
     first of several that are one model. Raises CheckpointError where there are several models.
     """
     if path.is_file():
-        return path if path.suffix == ".gguf" else None
+        return path if is_gguf(path) else None
     if not path.is_dir() or (path / "config.json").is_file():
         return None
     firsts = sorted({gguf.splits_of(found)[0] for found in path.glob("*.gguf")})

@@ -6,6 +6,7 @@ rotary embeddings, sizes of heads and experts, biases, soft-capping, tied embedd
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -110,9 +111,9 @@ def config_of(file: GgufFile, rope_factors: Mapping[str, NDArray[np.float32]]) -
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[family]
-    entries = _entries(file, family, config_class)
-    entries |= _rope(file, family, entries, rope_factors)
     try:
+        entries = _entries(file, family, config_class)
+        entries |= _rope(file, family, entries, rope_factors)
         config = config_class(**entries)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise CheckpointError(f"{file.paths[0]} describes no {family}: {' '.join(str(error).split())[:200]}") from error
@@ -141,6 +142,8 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
     entries: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(table, {}))
     for key, name in names:
         value = file.fields.get(f"{file.architecture}.{key}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CheckpointError(f"{file.paths[0]} says {key} = {value}; download it again.")
         if value is not None and name in known:
             entries[name] = value
     for name, tensors in _BIASES.items():
@@ -240,15 +243,16 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
         for key, value in file.fields.items()
         if key.startswith(f"{file.architecture}.rope.scaling.")
     }
-    kind = said.get("type", "none")
-    if kind == "none" or (kind == "linear" and said.get("factor", 1.0) in (0.0, 1.0)):
+    factor = said.get("factor", file.fields.get(f"{file.architecture}.rope.scale_linear", 0.0))  # so older files say it
+    kind = said.get("type", "linear")
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
         return {"rope_type": "default"}
-    if kind not in ("linear", "yarn") or not isinstance(said.get("factor"), float):
+    if kind not in ("linear", "yarn") or not isinstance(factor, int | float):
         raise UnsupportedModelError(
             f"{file.paths[0]} scales its rotary embeddings in the way {str(kind)[:40]!r}, which is not read from GGUF: "
             "give the Hugging Face checkpoint that it was made from."
         )
-    found = {"rope_type": kind, "factor": said["factor"]}
+    found = {"rope_type": kind, "factor": float(factor)}
     names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "attn_factor": "attention_factor"}
     if kind == "yarn":
         names["original_context_length"] = "original_max_position_embeddings"

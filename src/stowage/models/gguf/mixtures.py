@@ -96,10 +96,21 @@ def mimo2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     layers, scale = range(layers_of(file)), file.fields.get("mimo2.attention.value_scale")
     full = next((count for count, kind in zip(heads, kinds or (), strict=False) if kind == "full_attention"), 0)
     expected = [full * (1 + (kind == "sliding_attention")) for kind in kinds or ()]
-    if not full or heads != expected or not number(file, "attention.value_length"):
+    if not full or not number(file, "attention.value_length"):
         raise sizeless(file)
-    if not isinstance(scale, float):  # files of converters that left it out, though the model has one
-        raise sizeless(file, "by how much values are scaled (attention.value_scale)")
+    if heads != expected:
+        found = " and ".join(map(str, sorted(set(heads))))
+        raise UnsupportedModelError(
+            f"{file.paths[0]} has layers of {found} heads of keys, where those with "
+            "a window have twice as many as others in MiMo-V2-Flash: it is a variant that is not read from GGUF. Give "
+            "the Hugging Face checkpoint that it was made from."
+        )
+    if not isinstance(scale, float):
+        raise UnsupportedModelError(
+            f"{file.paths[0]} does not say by how much values are scaled (attention.value_scale), though the model "
+            "scales them: it is of an older converter. Give a newer file, or the Hugging Face checkpoint it was made "
+            "from."
+        )
     return {
         **sigmoid_routed(file, entries),
         "attention_value_scale": scale or None,

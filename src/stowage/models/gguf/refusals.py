@@ -9,10 +9,11 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from stowage.errors import UnsupportedModelError
+from stowage.models.gguf.fields import number
 from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["refuse_other_arithmetic", "refuse_other_windows"]
+__all__ = ["refuse_other_arithmetic", "refuse_other_rotation", "refuse_other_windows"]
 
 _NEVER_READ: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention.causal": (True,),
@@ -23,6 +24,8 @@ _NEVER_READ: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention.output_scale": (0.0, 1.0),
     "kda.gate_lower_bound": (0.0,),
     "kda.safe_gate": (False,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "router_logit_softcapping": (0.0,),
     "swiglu_clamp_exp": (0.0,),
     "swiglu_clamp_shexp": (0.0,),
@@ -64,6 +67,16 @@ def refuse_other_arithmetic(file: GgufFile, family: str, known: Collection[str])
     scored = file.fields.get(f"{file.architecture}.expert_gating_func", 0)
     if scored not in _BY_SOFTMAX and file.architecture not in _BY_SIGMOID:
         raise _unread(file, "expert_gating_func", scored)
+
+
+def refuse_other_rotation(file: GgufFile, model: Any) -> None:
+    """``model``, built of the file's config, rotates as much of each head as it says: most families' all of it,
+    whatever a config says. Raises UnsupportedModelError.
+    """
+    rotated = number(file, "rope.dimension_count")
+    found = {2 * len(own) for name, own in model.named_buffers() if name.endswith("inv_freq")}
+    if rotated and found and rotated not in found and f"{file.architecture}.attention.kv_lora_rank" not in file.fields:
+        raise _unread(file, "rope.dimension_count", rotated)
 
 
 def refuse_other_windows(file: GgufFile, config: Any) -> None:

@@ -19,6 +19,7 @@ from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models.gguf.config import heads_of
 from stowage.models.gguf.families import unused_in
 from stowage.models.gguf.layouts import adds_1, layout_of, named
+from stowage.models.gguf.refusals import refuse_other_rotation
 from stowage.models.gguf.relaid import Made, Rows, Stated
 from stowage.weights.checkpoint import Span
 from stowage.weights.gguf import TYPES, GgufFile, GgufTensor
@@ -59,7 +60,8 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
     Raises CheckpointError when parameters and tensors do not fit, UnsupportedModelError for a way to pack that is not
     known, ConfigError where the package gguf is not installed.
     """
-    model = _meta_model(config)
+    model = _meta_model(file, config)
+    refuse_other_rotation(file, model)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     parameters = {name: p for name, p in model.state_dict(keep_vars=True).items() if name not in tied}
     heads, names = heads_of(file, config), _names(file, config)
@@ -75,8 +77,9 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
         missing = next((name for name in wanted if name not in file.tensors), None)
         if missing is not None or not found:
             raise CheckpointError(
-                f"{file.paths[0]} is incomplete: it has no {missing or path}, which a {config.model_type} needs. "
-                "Download it again."
+                f"{file.paths[0]} has no {missing or path}, which Transformers' {config.model_type} computes with: it "
+                "is a variant that is not read from GGUF, or was converted without it. Give the Hugging Face "
+                "checkpoint that it was made from."
             )
         used |= {tensor.name for tensor in found}
         shape, module = tuple(parameter.shape), model.get_submodule(path.rpartition(".")[0])
@@ -100,11 +103,16 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
     return Plan(kept, values)
 
 
-def _meta_model(config: Any) -> Any:
+def _meta_model(file: GgufFile, config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file.paths[0]} describes no {config.model_type}: {' '.join(str(error).split())[:200]}"
+        ) from error
 
 
 def _names(file: GgufFile, config: Any) -> Any:
