@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.replay.calls.call_list import RecordedCalls
 from stowage.executor.replay.calls.recording import one_call, recorded
-from stowage.executor.replay.programs import operations, writer
+from stowage.executor.replay.programs import words as words_of
+from stowage.executor.replay.programs import writer
 from stowage.executor.replay.programs.fusion import fused
 from stowage.executor.replay.programs.program import Arena, Program
 from stowage.executor.replay.programs.writer import with_programs
@@ -258,7 +259,7 @@ def test_layers_of_the_same_rows_are_one_call(
     def counting(taken: Any) -> Any:
         done = fused(taken)
         each = [operation.words for calls in done if calls for operation in calls]
-        found.extend(words[1] for words in each if words[0] == operations.LINEAR)
+        found.extend(words[1] for words in each if words[0] == words_of.LINEAR)
         return done
 
     monkeypatch.setattr(writer, "fused", counting)
@@ -315,17 +316,17 @@ def test_calls_of_python_see_and_change_what_programs_compute() -> None:
 
 def test_logits_are_the_caller_s_and_the_rest_makes_room() -> None:
     sizes: list[int] = []
-    put = writer._put
+    put = writer.put
 
-    def measured(buffers: Any) -> int:
-        for a, b in pairwise(sorted(buffers, key=lambda one: one.first)):
-            assert a.first <= b.first
-        sizes.append(put(buffers))
-        for a in buffers:
-            for b in buffers:
-                beside = a is not b and a.first <= b.last and b.first <= a.last
-                assert not beside or a.end <= b.offset or b.end <= a.offset
-        return sizes[-1]
+    def measured(buffers: Any, of: Any) -> Any:
+        total = put(buffers, of)
+        sizes.append(total.nbytes)
+        for a, b in permutations(zip(buffers, of, strict=True), 2):
+            beside = a[0].first <= b[0].last and b[0].first <= a[0].last
+            ends = [one.offset.plus(size) for one, size in (a, b)]
+            assert not beside or ends[0].within(b[0].offset) or ends[1].within(a[0].offset)
+            assert ends[0].within(total)
+        return total
 
     def function(x: Tensor) -> Tensor:
         for at in range(50):
@@ -333,7 +334,7 @@ def test_logits_are_the_caller_s_and_the_rest_makes_room() -> None:
         return x.view(-1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_put", measured)
+        patch.setattr(writer, "put", measured)
         calls = replays(function, usual(16, 64, seed=1, dtype=torch.float32))
     assert sizes and sizes[0] <= 5 * 16 * 64 * 4
     first = calls.replay((torch.ones(16, 64),))
@@ -395,4 +396,4 @@ def test_more_dimensions_than_the_kernels_have_are_torchs() -> None:
     x = usual(3, 3, 3, 3, 3, 3, seed=1, dtype=torch.float32)
     calls = replays(lambda x: x[:, ::2, ::2, ::2, ::2, ::2] * 2 + 1, x)
     assert len(left(calls)) == 1
-    assert operations._DIMS == 4
+    assert words_of._DIMS == 4

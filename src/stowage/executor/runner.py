@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,10 @@ from stowage.executor.fused import norms, recurrent_layers
 from stowage.executor.int8_activations import ROUNDED_FROM
 from stowage.executor.latent_weights import LatentWeights
 from stowage.executor.paged_cache import PagedCache
+from stowage.executor.replay.backend import StepShape
 from stowage.executor.replay.cache import ReplayCache
 from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps, recorded_steps
+from stowage.executor.replay.calls.prompts import LEAST, PromptStep, recorded_prompts
 from stowage.executor.replay.graphs.backend import GraphBackend, Graphs, rules
 from stowage.executor.replay.graphs.recorder import Recorder
 from stowage.executor.static_steps import Inputs, StaticSteps
@@ -90,6 +93,9 @@ class Runner:
             self._mode_of_pieces = mode_of(model, exact=False, int8=int8) or nullcontext()
         again = self._kernels and (weights is None or not weights.crosses)  # a list of calls waits for no copy
         self.steps: RecordedSteps | None = recorded_steps(model, mode, weights) if again else None
+        own_bits = self._exact and not self._piece_tokens and self._recurrent is None and layout.ragged
+        same_weights = weights is None or not weights.moving
+        self.prompts = recorded_prompts(self.steps) if self.steps is not None and own_bits and same_weights else None
         self.graphs: Graphs | None = None
         self.adapters: Adapters | None = None
         """Of the model: sequences of each are computed by themselves, step by step as the model is written."""
@@ -128,11 +134,11 @@ class Runner:
         backend = GraphBackend(self._recorded, self._static, recorder)
         self.graphs = ReplayCache(backend, rules(self._model.dtype, exact=self._in_one_shape), limit_bytes)
         self.forwards.static = True
-        self.steps = None
+        self.steps = self.prompts = None
 
     def check(self) -> None:
         """Assert what must hold between steps."""
-        for cache in (self.steps, self.graphs):
+        for cache in (self.steps, self.prompts, self.graphs):
             if cache is not None:
                 cache.check()
         if self.graphs is not None:
@@ -141,7 +147,7 @@ class Runner:
 
     def close(self) -> None:
         """Give the model back what it computed with, its attention too, and the memory of recordings."""
-        for cache in (self.steps, self.graphs):
+        for cache in (self.steps, self.prompts, self.graphs):
             if cache is not None:
                 cache.close()
         attention.uninstall(self._model)
@@ -195,7 +201,30 @@ class Runner:
         if self._recurrent is not None:
             blocks = [int(w.sequence.table(self._recurrent.group.index)[0]) for w in work]
         batched = not self._layout.ragged and len(work) > 1
-        return self._compute(step, blocks, fresh=work[0].start == 0, batched=batched).cpu()
+        prompt = self._prompt(work, step)
+        return self._compute(step, blocks, fresh=work[0].start == 0, batched=batched, prompt=prompt).cpu()
+
+    def _prompt(self, work: Sequence[Work], step: ForwardStep) -> PromptStep | None:
+        """``work`` as a prompt that may be recorded, if it is one."""
+        if self.prompts is None or step.decodes == len(work) or len(step.logit_rows) != len(work):
+            return None
+        longest = max(work, key=lambda w: w.count)
+        if longest.count < LEAST and StepShape(len(work)) not in self.prompts.recorded:
+            return None
+        return PromptStep(len(work), _given(step, (1, len(step.ids))), partial(self._part, work, longest))
+
+    @contextmanager
+    def _part(self, work: Sequence[Work], longest: Work, tokens: int) -> Iterator[ModelStep]:
+        """See ``PromptStep``."""
+        counts = [tokens if w is longest else min(w.count, 2) for w in work]
+        step = self._step([replace(w, count=count) for w, count in zip(work, counts, strict=True)])
+        given = _given(step, (1, len(step.ids)))
+        token = current.set(step)
+        try:
+            forward, bound = partial(self._call, step, given[1], batched=False), partial(self._bound, [], fresh=False)
+            yield ModelStep(given, forward, bound, partial(self._cache.rows_of, []), gathered=False)
+        finally:
+            current.reset(token)
 
     def _step(self, work: Sequence[Work]) -> ForwardStep:
         step = build(
@@ -214,19 +243,28 @@ class Runner:
             pool.storage[PADDING_BLOCK].zero_()
         return logits
 
-    def _compute(self, step: ForwardStep, states: Sequence[int] | Tensor, *, fresh: bool, batched: bool) -> Tensor:
-        """Logits of ``step``, on the device. ``states``: blocks of recurrent state; ``batched``: a row is a
-        sequence.
+    def _compute(
+        self,
+        step: ForwardStep,
+        states: Sequence[int] | Tensor,
+        *,
+        fresh: bool,
+        batched: bool,
+        prompt: PromptStep | None = None,
+    ) -> Tensor:
+        """Logits of ``step``, on the device. ``states``: blocks of recurrent state; ``batched``: a row is a sequence;
+        ``prompt``: the same step, if it may be recorded as one.
         """
-        shape = (step.ids.shape[0], 1) if batched else (1, step.ids.shape[0])
-        positions = step.positions.view(shape)
-        given = (step.ids, positions, step.logit_rows, step.positions)
+        given = _given(step, (step.ids.shape[0], 1) if batched else (1, step.ids.shape[0]))
+        positions = given[1]
         forward, bound = partial(self._call, step, positions, batched), partial(self._bound, states, fresh)
         singles = not fresh and step.decodes == step.ids.shape[0]
         token = current.set(step)
         try:
             if not singles:
-                return self._by_model(forward, bound, self._mode_of_pieces)
+                plain = partial(self._by_model, forward, bound, self._mode_of_pieces)
+                recorded = self.prompts if prompt is not None and not self._adapted else None
+                return plain() if recorded is None or prompt is None else recorded.run(prompt, plain)
             if self.steps is None or self._adapted:
                 return self._by_model(forward, bound, self._mode)
             assert not isinstance(states, Tensor), "graphs name states on the device"
@@ -281,3 +319,8 @@ class Runner:
         if not self._layout.own_rows:
             logits = logits[:, -1:] if batched else logits[:, step.logit_rows]
         return logits.reshape(-1, logits.shape[-1]).float()
+
+
+def _given(step: ForwardStep, shape: tuple[int, int]) -> tuple[Tensor, ...]:
+    """See ``ModelStep``."""
+    return (step.ids, step.positions.view(shape), step.logit_rows, step.positions)

@@ -1,7 +1,6 @@
-"""Rotary embeddings of a prompt's queries and keys, in one pass over them and with torch's very bits.
+"""Rotary embeddings of a step's queries and keys, in one pass over them and with torch's very bits.
 
-Owns which calls these are; ``recurrent_layers`` puts them in the place of Transformers' own. Steps of single tokens are
-recorded instead (``replay``), number by number.
+Owns which calls these are; ``recurrent_layers`` puts them in the place of Transformers' own.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from stowage.executor import kernels
-from stowage.executor.batch import current
 from stowage.native import extension as _kernel
 
 __all__ = ["NAME", "Rotary", "rotated"]
@@ -28,10 +26,7 @@ class Rotary:
 
     @staticmethod
     def takes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **more: Any) -> bool:
-        step = current.get(None)
-        tokens = q.shape[-2]
-        many = step is not None and tokens > kernels.ROWS_FEW and step.decodes < tokens
-        return many and not rest and not more and _is_known(q, k, cos, sin)
+        return not rest and not more and _is_known(q, k, cos, sin)
 
     @staticmethod
     def compute(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

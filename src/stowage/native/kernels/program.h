@@ -2,7 +2,7 @@
  * (executor/replay/programs.py). An address is a buffer's, out of a list that may change between calls, and an offset.
  * Included by kernels.c. */
 
-enum { LINEAR_LAYERS = 1, NORM_ROWS_OF = 2, POINTWISE = 3, PUT_INTO_BLOCKS = 4, ATTEND = 5, LINEAR_OF_STACKS = 6, PICK_ROWS = 7 };
+enum { LINEAR_LAYERS = 1, NORM_ROWS_OF = 2, POINTWISE = 3, PUT_INTO_BLOCKS = 4, ATTEND = 5, LINEAR_OF_STACKS = 6, PICK_ROWS = 7, ROTATE = 8 };
 
 typedef struct {
     const int64_t *at, *end, *buffers;
@@ -133,6 +133,26 @@ static void run_norm(Reader *r, long threads)
         spread_norm(&job, threads);
 }
 
+static void run_rotations(Reader *r, long threads)
+{
+    RotationShares shares;
+    Rotation common = {.cosines = next_address(r), .sines = next_address(r)};
+    shares.tokens = next_number(r);
+    common.width = next_number(r);
+    common.half = (int)next_number(r);
+    for (int i = 0; i < ROTATIONS; i++) {
+        Rotation *job = &shares.job[i];
+        *job = common;
+        job->x = next_address(r);
+        job->out = next_address(r);
+        job->heads = next_number(r);
+        job->token = next_number(r);
+        job->head = next_number(r);
+    }
+    if (!r->wrong)
+        spread_rotations(&shares, threads);
+}
+
 static void read_operand(Reader *r, Operand *o)
 {
     o->at = next_address(r);
@@ -244,6 +264,9 @@ static int run_all(Reader *r, long threads)
             break;
         case POINTWISE:
             run_pointwise(r, threads);
+            break;
+        case ROTATE:
+            run_rotations(r, threads);
             break;
         case PUT_INTO_BLOCKS:
             run_put(r);

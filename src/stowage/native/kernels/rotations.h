@@ -16,6 +16,11 @@ static void rotation_piece(const void *argument, int64_t at)
         used->rotate(&shares->job[i], begin, end);
 }
 
+static void spread_rotations(const RotationShares *shares, long threads)
+{
+    spread_pieces(rotation_piece, shares, (shares->tokens + ROTATED_TOKENS - 1) / ROTATED_TOKENS, threads);
+}
+
 static PyObject *rotate(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count)
 {
     enum { COMMON_OF_ROTATIONS = 6, EACH_ROTATION = 5 };
@@ -30,7 +35,7 @@ static PyObject *rotate(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssi
                                    .heads = own[2], .token = own[3], .head = own[4]};
     }
     Py_BEGIN_ALLOW_THREADS
-    spread_pieces(rotation_piece, &shares, (shares.tokens + ROTATED_TOKENS - 1) / ROTATED_TOKENS, (long)value[5]);
+    spread_rotations(&shares, (long)value[5]);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -12,8 +12,8 @@ and recurrent states. A model that cannot be recorded runs through its own Pytho
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -25,7 +25,7 @@ from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused.recurrent_kernels import StateRows
 from stowage.executor.replay.backend import CaptureError, StepShape
 from stowage.executor.replay.cache import ReplayCache, Rules
-from stowage.executor.replay.calls.call_list import RecordedCalls, listed
+from stowage.executor.replay.calls.call_list import RecordedCalls, WrittenStep, listed
 from stowage.executor.replay.calls.position_tables import PositionTables
 from stowage.executor.replay.calls.recording import recorded
 from stowage.executor.replay.programs.program import Arena
@@ -79,7 +79,8 @@ class CallBackend:
         self._model = model
         self._mode = mode
         self._weights = weights
-        self._arena = Arena()
+        self.arena = Arena()
+        """What programs work in."""
         self._tables = PositionTables()
 
     def shape(self, step: ModelStep) -> StepShape:
@@ -92,6 +93,12 @@ class CallBackend:
 
     def record(self, shape: StepShape, step: ModelStep) -> tuple[RecordedCalls, Tensor | None]:
         """See ``ReplayBackend``; the step is computed on the way."""
+        logits, written = self.written(step)
+        with _looking():
+            return (with_programs(written, self.arena) if kernels.is_built() else listed(written)), logits
+
+    def written(self, step: ModelStep) -> tuple[Tensor, WrittenStep]:
+        """The logits of ``step``, and the calls that it takes. Raises ``CaptureError``."""
         own = self._weights.hooks if self._weights is not None else frozenset()
         if any({*m._forward_hooks, *m._forward_pre_hooks} - own for m in self._model.modules()):
             raise CaptureError("its modules have hooks")
@@ -101,10 +108,12 @@ class CallBackend:
             logits, written = recorded(step.forward, step.given, states, kept, self._mode)
         if self._mode is not None and self._mode.exact:
             written = self._tables.looked_up(written, written.given[_POSITIONS], along=0 if step.gathered else 1)
-        try:
-            return (with_programs(written, self._arena) if kernels.is_built() else listed(written)), logits
-        except AwayError as error:
-            raise CaptureError(f"what it computes with has gone when it is looked at: {error}") from error
+        return logits, written
+
+    def plain(self, step: ModelStep) -> Tensor:
+        """The logits of ``step`` by the model's own code."""
+        with step.bound(), self._mode or nullcontext():
+            return step.forward()
 
     def replay(self, recording: RecordedCalls, step: ModelStep) -> Tensor:
         """See ``ReplayBackend``. States that would be gathered are changed where they lie, if all calls can do that."""
@@ -124,6 +133,15 @@ class CallBackend:
 
     def forget(self) -> None:
         """Nothing is kept beside the lists."""
+
+
+@contextmanager
+def _looking() -> Iterator[None]:
+    """A look at what a step was computed with, which may be there no more."""
+    try:
+        yield
+    except AwayError as error:
+        raise CaptureError(f"what it computes with has gone when it is looked at: {error}") from error
 
 
 RecordedSteps = ReplayCache[ModelStep, RecordedCalls]

@@ -80,14 +80,15 @@ class PositionTables:
         together, first = len(step.values), min(own)
         asked = [WrittenCall(itemgetter(n), (together,), index, PART) for n, index in enumerate(found.results)]
         rest = [call for number, call in enumerate(step.calls) if number > first and number not in own]
-        made = [*step.calls[:first], WrittenCall(_LookUp(self, found), (positions,), together), *asked, *rest]
+        made = [*step.calls[:first], WrittenCall(self.rows, (positions,), together), *asked, *rest]
         objects = step.objects | {together: tuple(step.objects[index] for index in found.results)}
         return replace(step, calls=_needed(made, step.result), values=(*step.values, None), objects=objects)
 
-    def rows(self, calls: _Calls, positions: Tensor) -> list[Tensor]:
-        """What ``calls`` give for ``positions``."""
+    def rows(self, positions: Tensor) -> list[Tensor]:
+        """What the calls give for ``positions``."""
         if not self._reaches(int(positions.numpy().max())):  # torch takes longer for so few
-            return calls(positions)
+            assert self._made_by is not None, "who looks up has seen the table"
+            return self._made_by(positions)
         wanted = positions.view(-1)
         return [one.index_select(dim, wanted) for one, dim in zip(self._results, self._dims, strict=True)]
 
@@ -101,7 +102,7 @@ class PositionTables:
             return False
         if len(found) != len(self._dims) or not self._reaches(int(here.max())):
             return False
-        return all(_same(*pair) for pair in zip(self.rows(calls, here), found, strict=True))
+        return all(_same(*pair) for pair in zip(self.rows(here), found, strict=True))
 
     def _begin(self, calls: _Calls, here: Tensor, found: Sequence[Any], along: int) -> bool:
         """Whether each row is its own position's: others beside it, and in another order, make no difference."""
@@ -129,17 +130,6 @@ class PositionTables:
             return False
         self._results = self._made_by(torch.arange(rows).unsqueeze(1 - self._along))
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class _LookUp:
-    """A call of a list: the table's rows."""
-
-    tables: PositionTables
-    calls: _Calls
-
-    def __call__(self, positions: Tensor) -> list[Tensor]:
-        return self.tables.rows(self.calls, positions)
 
 
 def _depending(step: WrittenStep, positions: int) -> tuple[set[int], set[int]]:

@@ -21,6 +21,29 @@ one which stays as it is; that of the logits, which are the caller's own; that o
 NUMBERS = (torch.float32, torch.bfloat16)
 
 
+class Size(NamedTuple):
+    """Bytes of a step: so many, and so many more for each of its rows."""
+
+    nbytes: int
+    per_row: int = 0
+
+    def at(self, rows: int) -> int:
+        """In a step of so many rows."""
+        return self.nbytes + self.per_row * rows
+
+    def plus(self, other: Size) -> Size:
+        """Both."""
+        return Size(self.nbytes + other.nbytes, self.per_row + other.per_row)
+
+    def within(self, other: Size) -> bool:
+        """Whether it is no more than ``other``, however many rows there are."""
+        return self.nbytes <= other.nbytes and self.per_row <= other.per_row
+
+    def aligned(self, unit: int) -> Size:
+        """The least from this one up, of whole units for any number of rows."""
+        return Size(-(-self.nbytes // unit) * unit, -(-self.per_row // unit) * unit)
+
+
 @dataclass(slots=True, eq=False)
 class Buffer:
     """Memory of ``nbytes`` from ``address`` on, in the step that was written down. ``root``: the index of the value
@@ -35,12 +58,7 @@ class Buffer:
     tensor: Tensor | None = None
     first: int = -1
     last: int = -1
-    offset: int = 0
-
-    @property
-    def end(self) -> int:
-        """The first byte of the arena behind it."""
-        return self.offset + self.nbytes
+    offset: Size = field(default_factory=lambda: Size(0))
 
     def use(self, at: int) -> None:
         """Call ``at`` uses it."""
@@ -63,6 +81,8 @@ class Buffers:
 
     step: WrittenStep
     tables: dict[Any, Tensor]
+    any_rows: bool = False
+    """Whether what is written down is for any number of rows."""
     narrow: dict[int, Tensor] = field(default_factory=dict)
     """By the ``id`` of tensors that no call makes: those of fewer bits which have the same numbers."""
     _all: list[Buffer] = field(default_factory=list)
@@ -147,7 +167,7 @@ class Buffers:
 
     def _add(self, kind: int, tensor: Tensor) -> Buffer:
         root = self._index_of.get(id(tensor), -1)
-        buffer = Buffer(kind, tensor.untyped_storage().nbytes(), begin_of(tensor), root, tensor)
+        buffer = Buffer(kind, _extent(tensor), begin_of(tensor), root, tensor)
         self._of_storage[_storage(tensor)] = buffer
         self._all.append(buffer)
         return buffer
@@ -160,3 +180,9 @@ def begin_of(tensor: Tensor) -> int:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from its first number to its last: what was filled up for torch has more behind it."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0

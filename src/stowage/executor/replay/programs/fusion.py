@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stowage.executor import kernels
-from stowage.executor.replay.programs.operations import LINEAR, Operation
+from stowage.executor.replay.programs.words import LINEAR, Operation
 
 _LAYERS, _COMMON_END = 1, 9
 """Of an operation's words: how many layers, and where those of each begin."""

@@ -3,18 +3,16 @@
     add sub mul neg             numbers, rounded once          cat stack contiguous to ...   copies
     silu gelu ... of bfloat16   a table of all results         linear, experts, norm         the kernels
 
-Owns the numbers that ``native/kernels/program.h`` reads. Only float32 and bfloat16 are known here. What is taken gives
+Owns what each call is (``words``: how that is said). Only float32 and bfloat16 are known here. What is taken gives
 torch's very bits: a sum or a product has one right result, and a function of single numbers that does not depend on
 what lies beside them has a table, which that function itself has made.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,47 +21,46 @@ from torch.nn import Parameter
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance, takes_whole_vectors
 from stowage.executor.fused.norms import norm_of
+from stowage.executor.fused.rotary import Rotary
+from stowage.executor.replay.backend import CaptureError
 from stowage.executor.replay.calls.call_list import ARRIVAL, PART, WHOLE, WrittenCall, arguments_of, linears
 from stowage.executor.replay.calls.recordable import ALLOWED, has_tensor
-from stowage.executor.replay.programs.buffers import Address, Buffer, Buffers
+from stowage.executor.replay.programs.buffers import Address, Buffers
+from stowage.executor.replay.programs.words import (
+    ADD,
+    COPY,
+    LINEAR,
+    LOOK_UP,
+    MULTIPLY,
+    NEGATE,
+    NORM,
+    NOWHERE,
+    PICK,
+    ROTATE,
+    STACKED,
+    SUBTRACT,
+    NotTaken,
+    Operation,
+    Side,
+    bits,
+    check,
+    folded,
+    new,
+    pointwise,
+    read,
+    whole,
+)
 from stowage.weights.away import AwayParameter
 
-LINEAR, _NORM, _POINTWISE, STACKED, _PICK = 1, 2, 3, 6, 7
-COPY, _NEGATE, _ADD, _SUBTRACT, _MULTIPLY, _LOOK_UP = range(6)
-_DIMS = 4
 _IN_ORDER = 4
 _ROWS_OF_EXPERT = 2
 """With a row for every other expert a few of them are chosen twice; with more, reading them twice takes longer."""
-NOWHERE = (-1, 0)
-_BINARY = {"add": _ADD, "__add__": _ADD, "__radd__": _ADD, "sub": _SUBTRACT, "subtract": _SUBTRACT}
-_BINARY |= {"__sub__": _SUBTRACT, "mul": _MULTIPLY, "multiply": _MULTIPLY, "__mul__": _MULTIPLY, "__rmul__": _MULTIPLY}
+_BINARY = {"add": ADD, "__add__": ADD, "__radd__": ADD, "sub": SUBTRACT, "subtract": SUBTRACT}
+_BINARY |= {"__sub__": SUBTRACT, "mul": MULTIPLY, "multiply": MULTIPLY, "__mul__": MULTIPLY, "__rmul__": MULTIPLY}
 _NEGATIONS = frozenset("neg negative __neg__".split())
 _COPIES = frozenset("contiguous clone reshape flatten to float bfloat16 type type_as".split())
 _CLAMPS = frozenset("clamp clamp_min clamp_max".split())
 _JOINTS = frozenset("cat concat concatenate stack".split())
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """What a program says of one call of a kernel: numbers, and addresses."""
-
-    words: tuple[int | Address, ...]
-
-    def buffers(self) -> list[Buffer]:
-        """What it reads or writes."""
-        return [word.buffer for word in self.words if isinstance(word, Address)]
-
-
-class NotTaken(Exception):
-    """Something about a call is not as the kernels need it."""
-
-
-class Side(NamedTuple):
-    """An operand: where it begins, its type, and its strides."""
-
-    address: Address
-    dtype: torch.dtype
-    strides: Sequence[int]
 
 
 def operations(buffers: Buffers, call: WrittenCall) -> list[Operation] | None:
@@ -98,6 +95,8 @@ def _taken(buffers: Buffers, call: WrittenCall, found: Any) -> list[Operation]:
     function, args, keywords = arguments_of(call.function, [buffers.at(index) for index in call.arguments])
     if call.name == "linear":
         return _linear(buffers, function, args, found)
+    if function is Rotary.compute:
+        return _rotated(buffers, args, found)
     if not buffers.is_new(found):
         raise NotTaken
     if (norm := norm_of(function, args)) is not None:
@@ -105,7 +104,7 @@ def _taken(buffers: Buffers, call: WrittenCall, found: Any) -> list[Operation]:
     if call.name in _BINARY and len(args) == 2 and not keywords:
         return [_two(buffers, _BINARY[call.name], args[0], args[1], found)]
     if call.name in _NEGATIONS and len(args) == 1:
-        return [pointwise(found.shape, _NEGATE, new(buffers, found), read(buffers, args[0], found.shape))]
+        return [pointwise(found.shape, NEGATE, new(buffers, found), read(buffers, args[0], found.shape))]
     if call.name in _COPIES and _is_widened_weight(buffers, call, args[0], found):
         buffers.narrow[id(found)] = args[0]
         return []
@@ -130,7 +129,7 @@ def _two(buffers: Buffers, way: int, a: Any, b: Any, out: Tensor) -> Operation:
     uses those that are multiplied as they are.
     """
     if isinstance(b, (int, float)) and not isinstance(b, bool) and buffers.is_ours(a):
-        b = torch.tensor(b, dtype=torch.float32 if way == _MULTIPLY else a.dtype).float()
+        b = torch.tensor(b, dtype=torch.float32 if way == MULTIPLY else a.dtype).float()
         types = {a.dtype}
     else:
         check(buffers.is_ours(a) and buffers.is_ours(b))
@@ -185,7 +184,7 @@ def _looked_up(buffers: Buffers, function: Any, args: list[Any], out: Tensor) ->
         every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
         buffers.tables[key] = function(every, *more)
     table = Side(buffers.address_of(buffers.tables[key]), torch.bfloat16, (0,) * x.dim())
-    return pointwise(out.shape, _LOOK_UP, new(buffers, out), read(buffers, x, out.shape), table)
+    return pointwise(out.shape, LOOK_UP, new(buffers, out), read(buffers, x, out.shape), table)
 
 
 def _linear(buffers: Buffers, function: Any, args: list[Any], found: Any) -> list[Operation]:
@@ -214,7 +213,7 @@ def _linear(buffers: Buffers, function: Any, args: list[Any], found: Any) -> lis
     done.append(Operation((LINEAR, *_layers(buffers, common, matrices, ends))))
     if bias is not None:
         sums, out = Side(ends[0], torch.float32, whole(outs[0].shape)), new(buffers, outs[0])
-        done.append(pointwise(outs[0].shape, _ADD, out, sums, read(buffers, bias, outs[0].shape)))
+        done.append(pointwise(outs[0].shape, ADD, out, sums, read(buffers, bias, outs[0].shape)))
     return done
 
 
@@ -233,6 +232,8 @@ def _stacked(buffers: Buffers, function: Any, args: list[Any], out: Tensor) -> l
     """Rows by the matrices of the experts that were chosen for them, plus these experts' biases. Each row reads its
     own: so many that several chose one are left to the call, which reads a matrix once for all its rows.
     """
+    if buffers.any_rows:
+        raise CaptureError("experts are computed in another way where rows are many")
     check(getattr(function, "__func__", None) is RowInvariance.stacked and len(args) == 4)
     x, module, own, chosen = args
     if _ROWS_OF_EXPERT * len(x) > module.num_experts:
@@ -277,7 +278,21 @@ def _plus_rows(buffers: Buffers, table: Tensor, chosen: Tensor, out: Tensor) -> 
     picked = buffers.temporary(len(chosen) * nbytes)
     words = (picked, buffers.address_of(table), buffers.address_of(chosen), len(chosen), nbytes, len(table))
     rows = Side(picked, out.dtype, whole(out.shape))
-    return [Operation((_PICK, *words)), pointwise(out.shape, _ADD, new(buffers, out), new(buffers, out), rows)]
+    return [Operation((PICK, *words)), pointwise(out.shape, ADD, new(buffers, out), new(buffers, out), rows)]
+
+
+def _rotated(buffers: Buffers, args: Sequence[Any], found: Any) -> list[Operation]:
+    """``rotary.rotated``."""
+    q, k, cos, sin = args
+    pairs = list(zip((q, k), found, strict=True))
+    check(all(map(buffers.is_ours, (q, k, cos, sin))) and all(map(buffers.is_new, found)))
+    check(cos.is_contiguous() and sin.is_contiguous() and q.stride(3) == k.stride(3) == 1)
+    tokens, width = q.shape[2:]
+    words: list[int | Address] = [ROTATE, buffers.address_of(cos), buffers.address_of(sin)]
+    words += [tokens, width, int(q.dtype is torch.bfloat16)]
+    for x, out in pairs:
+        words += [buffers.address_of(x), buffers.made(out), x.shape[1], x.stride(2), x.stride(1)]
+    return [Operation(tuple(words))]
 
 
 def _repeated(buffers: Buffers, x: Tensor, times: int, out: Tensor) -> Operation:
@@ -296,7 +311,7 @@ def _added(buffers: Buffers, x: Tensor, out: Tensor) -> list[Operation]:
     done, before = [], read(buffers, torch.zeros(()), out.shape)
     for at in range(x.shape[1]):
         to = sums if at < x.shape[1] - 1 else new(buffers, out)
-        done.append(pointwise(out.shape, _ADD, to, read(buffers, x[:, at], out.shape), before))
+        done.append(pointwise(out.shape, ADD, to, read(buffers, x[:, at], out.shape), before))
         before = sums
     return done
 
@@ -314,29 +329,7 @@ def _norm(
     check(x.is_contiguous() or (x.dim() == 4 and x.transpose(1, 2).is_contiguous()))
     half, way = int(x.dtype is torch.bfloat16), 0 if rounded else 1
     addresses = buffers.address_of(x), buffers.address_of(weight), buffers.made(out)
-    return [Operation((_NORM, *addresses, rows, weight.shape[0], bits(eps), bits(more), half, way))]
-
-
-def check(good: bool) -> None:
-    """Raise ``NotTaken`` if it is not."""
-    if not good:
-        raise NotTaken
-
-
-def read(buffers: Buffers, tensor: Any, shape: Sequence[int]) -> Side:
-    """A tensor, as if it were of this shape."""
-    check(buffers.is_ours(tensor))
-    return Side(buffers.address_of(tensor), tensor.dtype, tensor.expand(shape).stride())
-
-
-def new(buffers: Buffers, tensor: Tensor) -> Side:
-    """A tensor that a program makes."""
-    return Side(buffers.made(tensor), tensor.dtype, tensor.stride())
-
-
-def whole(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor whose numbers lie in their order."""
-    return torch.empty(shape, device="meta").stride()
+    return [Operation((NORM, *addresses, rows, weight.shape[0], bits(eps), bits(more), half, way))]
 
 
 def _rows(buffers: Buffers, x: Tensor) -> tuple[Address, int | None]:
@@ -344,43 +337,5 @@ def _rows(buffers: Buffers, x: Tensor) -> tuple[Address, int | None]:
     begin = buffers.address_of(x)
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         return begin, None
-    _, (strides,) = _folded(x.shape[:-1], [x.stride()[:-1]])
+    _, (strides,) = folded(x.shape[:-1], [x.stride()[:-1]])
     return begin, strides[0] if len(strides) == 1 else None if strides else x.shape[-1]
-
-
-def _folded(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """The same numbers with as few dimensions as there can be: those of 1 are left out, neighbours become one."""
-    sizes: list[int] = []
-    steps: list[list[int]] = [[] for _ in strides]
-    for at, size in enumerate(shape):
-        if size == 1:
-            continue
-        own = [stride[at] for stride in strides]
-        if sizes and all(step[-1] == size * one for step, one in zip(steps, own, strict=True)):
-            sizes[-1] *= size
-            for step, one in zip(steps, own, strict=True):
-                step[-1] = one
-            continue
-        sizes.append(size)
-        for step, one in zip(steps, own, strict=True):
-            step.append(one)
-    return sizes, steps
-
-
-def pointwise(shape: Sequence[int], way: int, out: Side, *sides: Side) -> Operation:
-    """``out`` of one or two ``sides``, number by number (``way``)."""
-    every = (out, *sides)
-    sizes, steps = _folded(shape, [side.strides for side in every])
-    missing = _DIMS - len(sizes)
-    check(missing >= 0)
-    words: list[int | Address] = [_POINTWISE, way, *(1,) * missing, *sizes]
-    for side, step in zip(every, steps, strict=True):
-        words += [side.address, int(side.dtype is torch.bfloat16), *(0,) * missing, *step]
-    if len(sides) == 1:
-        words += [*NOWHERE, 0, *(0,) * _DIMS]
-    return Operation(tuple(words))
-
-
-def bits(number: float) -> int:
-    """A number's 64 bits."""
-    return int(struct.unpack("q", struct.pack("d", number))[0])

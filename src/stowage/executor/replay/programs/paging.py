@@ -22,9 +22,11 @@ from stowage.executor.block_pool import BlockPool
 from stowage.executor.paged_cache import PagedCache
 from stowage.executor.replay.calls.call_list import WrittenCall, arguments_of
 from stowage.executor.replay.programs.buffers import Address, Buffer, Buffers
-from stowage.executor.replay.programs.operations import (
+from stowage.executor.replay.programs.words import (
+    ATTEND,
     COPY,
     NOWHERE,
+    PUT,
     STACKED,
     NotTaken,
     Operation,
@@ -38,7 +40,6 @@ from stowage.executor.replay.programs.operations import (
 )
 from stowage.models.layout import TENSOR_ALIGNMENT_BYTES
 
-_PUT, _ATTEND = 4, 5
 _UPDATE: Any = PagedCache.update.__wrapped__  # type: ignore[attr-defined]
 _ATTENTION: Any = paged_attention.__wrapped__  # type: ignore[attr-defined]
 
@@ -134,8 +135,7 @@ class Paging:
         if step is None:
             raise NotTaken
         group = step.of_layer[layer]
-        tokens = step.ids.shape[0]
-        check(group.runs is not None and step.decodes == tokens == group.runs.runs.shape[0])
+        check(group.runs is not None)
         if id(group) not in self._groups:
             addresses = [self.buffers.of_steps() for _ in range(4)]
             self._groups[id(group)] = _Group(layer, *addresses)
@@ -164,7 +164,7 @@ class Paging:
                 heads,
                 width * size,
             ]
-            done.append(Operation((_PUT, *words)))
+            done.append(Operation((PUT, *words)))
         return done
 
     def _attention(self, args: list[Any], named: dict[str, Any], found: Any) -> list[Operation]:
@@ -195,7 +195,7 @@ class Paging:
         check(keys.stride(3) == values.stride(3) == 1)
         kv_heads = keys.shape[2]
         away = self._away_of(reads.group.pool, reads.layer)
-        words: list[int | Address] = [_ATTEND, query, out.address]
+        words: list[int | Address] = [ATTEND, query, out.address]
         for view, there in zip(views, (away[0], away[-1]), strict=True):
             unit = TENSOR_ALIGNMENT_BYTES // view.element_size()
             words += [self.buffers.address_of(view), *view.stride()[:3], there, unit]
@@ -207,6 +207,7 @@ class Paging:
     def _latents_read(self, module: Any, query: Tensor, out: Tensor, reads: _Reads) -> list[Operation]:
         """``attention._paged_latent`` of ``query`` ``[tokens, heads, width]``."""
         weights = current.get().latent_weights
+        check(not self.buffers.any_rows)  # each token is a product of its own
         check(weights.stays(module) and module.kv_b_proj.weight.dtype is query.dtype)
         (tokens, heads, width), size = query.shape, query.element_size()
         for_queries, for_values = weights.of(module, heads)

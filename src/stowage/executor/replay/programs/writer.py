@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from stowage.executor.replay.calls.call_list import RecordedCalls, WrittenCall, WrittenStep, listed
@@ -32,40 +34,64 @@ from stowage.executor.replay.programs.buffers import (
     Address,
     Buffer,
     Buffers,
+    Size,
     begin_of,
 )
 from stowage.executor.replay.programs.fusion import fused
-from stowage.executor.replay.programs.operations import NotTaken, Operation, operations
+from stowage.executor.replay.programs.operations import operations
 from stowage.executor.replay.programs.paging import Paging
 from stowage.executor.replay.programs.program import Arena, Program
+from stowage.executor.replay.programs.words import NotTaken, Operation
 
-__all__ = ["with_programs"]
+__all__ = ["Sketch", "View", "Writer", "put", "sketched", "tensor_of", "with_programs"]
 
 _ALIGNMENT = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """What is known of a step before it is written with programs: ``taken``, what programs do in the place of each call
+    (``None``: it stays), and ``needed``, see ``_needed``.
+    """
+
+    step: WrittenStep
+    buffers: Buffers
+    paging: Paging
+    taken: Sequence[list[Operation] | None]
+    needed: dict[int, int]
+
+
 def with_programs(step: WrittenStep, arena: Arena) -> RecordedCalls:
     """``step``, with programs for all runs of calls that can be made by one."""
+    sketch = sketched(step, arena)
+    if not any(sketch.taken):
+        return listed(step)
+    there = sketch.buffers.used(ARENA)
+    room = arena.room(put(there, [Size(buffer.nbytes) for buffer in there]).nbytes)
+    writer = Writer(sketch, (room,))
+    writer.addresses[0] = room.data_ptr()
+    written = writer.written()
+    values = list(written.values)
+    for index, view in writer.shown.items():
+        values[index] = view.of(room)
+    return listed(replace(written, values=tuple(values)))
+
+
+def sketched(step: WrittenStep, arena: Arena, *, any_rows: bool = False) -> Sketch:
+    """What ``step`` is, which is ``batch.current``; ``any_rows``: steps of other numbers of rows are meant, too."""
     try:
-        buffers = Buffers(step, arena.tables)
+        buffers = Buffers(step, arena.tables, any_rows)
         paging = Paging(buffers)
         taken = [_taken(buffers, paging, call) for call in step.calls]
     except NotTaken:  # attention, or what it reads, is Python's
-        buffers = Buffers(step, arena.tables)
+        buffers = Buffers(step, arena.tables, any_rows)
         paging = Paging(buffers)
         taken = [operations(buffers, call) for call in step.calls]
-    if not any(taken):
-        return listed(step)
     taken = fused(taken)
     result = buffers.lies_in(step.result)
     if result is not None and result.kind == ARENA:
         result.kind = RESULT
-    needed = _needed(step, buffers, taken)
-    room = arena.room(_put(buffers.used(ARENA)))
-    writer = _Writer(step, buffers, paging, room)
-    for index in needed:
-        writer.show(index)
-    return listed(writer.written(taken, needed))
+    return Sketch(step, buffers, paging, taken, _needed(step, buffers, taken))
 
 
 def _taken(buffers: Buffers, paging: Paging, call: WrittenCall) -> list[Operation] | None:
@@ -107,52 +133,74 @@ def _is_there(buffers: Buffers, index: int) -> bool:
     return buffer is not None and (buffer.kind == ARENA or (buffer.kind == RESULT and buffer.root == index))
 
 
-def _put(buffers: Sequence[Buffer]) -> int:
-    """Give each of ``buffers`` its offset, where nothing is that is used at the same time; bytes of all."""
-    there: list[Buffer] = []
-    total = 0
-    for buffer in sorted(buffers, key=lambda buffer: buffer.first):
-        there = sorted((one for one in there if one.last >= buffer.first), key=lambda one: one.offset)
-        buffer.offset = 0
-        for one in there:
-            if buffer.end <= one.offset:
-                break
-            buffer.offset = max(buffer.offset, -(-one.end // _ALIGNMENT) * _ALIGNMENT)
-        there.append(buffer)
-        total = max(total, buffer.end)
-    return -(-total // _ALIGNMENT) * _ALIGNMENT
+def put(buffers: Sequence[Buffer], sizes: Sequence[Size]) -> Size:
+    """Give each of ``buffers``, which take ``sizes``, its offset, where nothing is that is used at the same time; what
+    all take.
+    """
+    there: list[tuple[Buffer, Size, Size]] = []
+    total = Size(0)
+    for buffer, size in sorted(zip(buffers, sizes, strict=True), key=lambda pair: pair[0].first):
+        there = [one for one in there if one[0].last >= buffer.first]
+        ends = [end.aligned(_ALIGNMENT) for _, _, end in there]
+        last = Size(max((end.nbytes for end in ends), default=0), max((end.per_row for end in ends), default=0))
+        buffer.offset = next(
+            begin
+            for begin in (Size(0), *sorted(ends), last)
+            if all(begin.plus(size).within(other) or end.within(begin) for _, other, end in there)
+        )
+        end = buffer.offset.plus(size)
+        there.append((buffer, buffer.offset, end))
+        total = Size(max(total.nbytes, end.nbytes), max(total.per_row, end.per_row))
+    return total.aligned(_ALIGNMENT)
 
 
-class _Writer:
-    """Writes a step's calls down once more, with programs. Slot 0 is the arena."""
+class View(NamedTuple):
+    """A tensor that lies in the arena, from its byte ``begin`` on."""
 
-    def __init__(self, step: WrittenStep, buffers: Buffers, paging: Paging, room: Tensor) -> None:
-        self._step, self._buffers, self._paging, self._room = step, buffers, paging, room
-        self._values = list(step.values)
-        constants = buffers.used(CONSTANT)
-        others = [*buffers.used(CALLED), *buffers.used(RESULT), *buffers.used(STEP)]
+    begin: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, room: Tensor) -> Tensor:
+        """That tensor, where ``room`` is the arena."""
+        return room.view(self.dtype).as_strided(self.shape, self.strides, self.begin // self.dtype.itemsize)
+
+
+class Writer:
+    """Writes a step's calls down once more, with programs. Slot 0 is the arena, whose address is to be put there.
+    ``rows``: for how many the offsets of buffers are asked; ``kept``: what programs keep besides constants. ``shown``:
+    by their indices, the values that lie in the arena.
+    """
+
+    def __init__(self, sketch: Sketch, kept: tuple[Tensor, ...] = (), rows: int = 0) -> None:
+        self._sketch, self._step, self._buffers, self._rows = sketch, sketch.step, sketch.buffers, rows
+        self._values = list(self._step.values)
+        constants = self._buffers.used(CONSTANT)
+        others = [buffer for kind in (CALLED, RESULT, STEP) for buffer in self._buffers.used(kind)]
         self._slots = {id(buffer): 1 + at for at, buffer in enumerate((*constants, *others))}
-        self._kept = (room, *(_tensor(buffer).detach() for buffer in constants))
-        known = [room.data_ptr(), *(buffer.address for buffer in constants)]
-        self._addresses = array("q", known + [0] * len(others))
+        self._kept = (*kept, *(tensor_of(buffer).detach() for buffer in constants))
+        self.addresses = array("q", [0, *(buffer.address for buffer in constants)] + [0] * len(others))
+        self.shown = {index: view for index in sketch.needed if (view := self._in_arena(index)) is not None}
         self._calls: list[WrittenCall] = []
         self._program: list[Operation] = []
         self._views: list[WrittenCall] = []
 
-    def show(self, index: int) -> None:
-        """Have the value ``index`` there from the beginning, if it lies in the arena."""
+    def _in_arena(self, index: int) -> View | None:
+        """The value ``index``, if it lies there."""
         buffer, tensor = self._buffers.lies_in(index), self._step.objects.get(index)
-        if buffer is not None and buffer.kind == ARENA and isinstance(tensor, Tensor):
-            begin = buffer.offset + begin_of(tensor) - buffer.address
-            typed = self._room.view(tensor.dtype)
-            self._values[index] = typed.as_strided(tensor.shape, tensor.stride(), begin // tensor.element_size())
+        if buffer is None or buffer.kind != ARENA or not isinstance(tensor, Tensor):
+            return None
+        begin = buffer.offset.at(self._rows) + begin_of(tensor) - buffer.address
+        return View(begin, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
-    def written(self, taken: Sequence[Sequence[Operation] | None], needed: dict[int, int]) -> WrittenStep:
+    def written(self) -> WrittenStep:
         """The step as it is made from now on."""
         if self._buffers.used(STEP):
-            there = self._paging.addresses(self._addresses, lambda buffer: self._slots[id(buffer)])
+            there = self._sketch.paging.addresses(self.addresses, lambda buffer: self._slots[id(buffer)])
             self._calls.append(WrittenCall(there, (), self._new_value()))
-        for call, done in zip(self._step.calls, taken, strict=True):
+        needed = self._sketch.needed
+        for call, done in zip(self._step.calls, self._sketch.taken, strict=True):
             wanted = call.result in needed
             if done:
                 self._program += done
@@ -170,14 +218,14 @@ class _Writer:
         if self._program:
             used = {id(buffer): buffer for operation in self._program for buffer in operation.buffers()}
             called = [buffer for buffer in used.values() if buffer.kind == CALLED]
-            inputs = tuple((self._slots[id(buffer)], _tensor(buffer).stride()) for buffer in called)
+            inputs = tuple((self._slots[id(buffer)], tensor_of(buffer).stride()) for buffer in called)
             code = array("q", [number for operation in self._program for number in self._numbers(operation)])
             results = [buffer for buffer in used.values() if buffer.kind == RESULT]
             given, index = None, -1
             if results and not self._is_given(results[0]):
-                tensor, index = _tensor(results[0]), results[0].root
+                tensor, index = tensor_of(results[0]), results[0].root
                 given = (self._slots[id(results[0])], tuple(tensor.shape), tensor.stride(), tensor.dtype)
-            program = Program(code, self._addresses, self._kept, inputs, given)
+            program = Program(code, self.addresses, self._kept, inputs, given)
             arguments = tuple(buffer.root for buffer in called)
             self._calls.append(WrittenCall(program, arguments, index if index >= 0 else self._new_value()))
         self._calls += self._views
@@ -192,7 +240,7 @@ class _Writer:
             if not isinstance(word, Address):
                 found.append(word)
             elif word.buffer.kind == ARENA:
-                found += (0, word.buffer.offset + word.offset)
+                found += (0, word.buffer.offset.at(self._rows) + word.offset)
             else:
                 found += (self._slots[id(word.buffer)], word.offset)
         return found
@@ -202,6 +250,7 @@ class _Writer:
         return len(self._values) - 1
 
 
-def _tensor(buffer: Buffer) -> Tensor:
+def tensor_of(buffer: Buffer) -> Tensor:
+    """That which lies in it from its beginning on."""
     assert buffer.tensor is not None, "only the arena's buffers may be no tensor's"
     return buffer.tensor

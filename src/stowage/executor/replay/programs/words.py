@@ -1,0 +1,125 @@
+"""What a program says of one call of a kernel, in numbers and addresses, as ``native/kernels/program.h`` reads it.
+
+    3, how, 4 sizes, and of the result and one or two sides: address, whether bfloat16, 4 strides     number by number
+
+Owns these numbers, and the forms that several kinds of calls share.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stowage.executor.replay.programs.buffers import CONSTANT, Address, Buffer, Buffers
+
+LINEAR, NORM, POINTWISE, PUT, ATTEND, STACKED, PICK, ROTATE = range(1, 9)
+"""Kinds of operations."""
+_READ_AT = {LINEAR: (2,), NORM: (1,), ROTATE: (1, 2, 6, 11)}
+"""Which words of an operation say where the rows begin that it reads."""
+COPY, NEGATE, ADD, SUBTRACT, MULTIPLY, LOOK_UP = range(6)
+"""Ways to compute number by number."""
+_DIMS = 4
+NOWHERE = (-1, 0)
+"""An address of nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a program says of one call of a kernel: numbers, and addresses."""
+
+    words: tuple[int | Address, ...]
+
+    def buffers(self) -> list[Buffer]:
+        """What it reads or writes."""
+        return [word.buffer for word in self.words if isinstance(word, Address)]
+
+
+def reads_more(one: Operation, other: Operation) -> bool:
+    """Whether ``other``, the same of another number of rows, would read more of a constant than ``one`` does."""
+    words = one.words
+    if words[0] != POINTWISE:
+        return words[0] in _READ_AT and any(_is_constant(words[at]) for at in _READ_AT[words[0]])
+    grown = [at for at in range(_DIMS) if words[2 + at] != other.words[2 + at]]
+    sides = [at for at, word in enumerate(words) if _is_constant(word)]
+    return any(words[at + 2 + dim] != 0 for at in sides for dim in grown)
+
+
+def _is_constant(word: int | Address) -> bool:
+    return isinstance(word, Address) and word.buffer.kind == CONSTANT
+
+
+class NotTaken(Exception):
+    """Something about a call is not as the kernels need it."""
+
+
+class Side(NamedTuple):
+    """An operand: where it begins, its type, and its strides."""
+
+    address: Address
+    dtype: torch.dtype
+    strides: Sequence[int]
+
+
+def check(good: bool) -> None:
+    """Raise ``NotTaken`` if it is not."""
+    if not good:
+        raise NotTaken
+
+
+def read(buffers: Buffers, tensor: Any, shape: Sequence[int]) -> Side:
+    """A tensor, as if it were of this shape."""
+    check(buffers.is_ours(tensor))
+    return Side(buffers.address_of(tensor), tensor.dtype, tensor.expand(shape).stride())
+
+
+def new(buffers: Buffers, tensor: Tensor) -> Side:
+    """A tensor that a program makes."""
+    return Side(buffers.made(tensor), tensor.dtype, tensor.stride())
+
+
+def whole(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor whose numbers lie in their order."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def folded(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+    """The same numbers with as few dimensions as there can be: those of 1 are left out, neighbours become one."""
+    sizes: list[int] = []
+    steps: list[list[int]] = [[] for _ in strides]
+    for at, size in enumerate(shape):
+        if size == 1:
+            continue
+        own = [stride[at] for stride in strides]
+        if sizes and all(step[-1] == size * one for step, one in zip(steps, own, strict=True)):
+            sizes[-1] *= size
+            for step, one in zip(steps, own, strict=True):
+                step[-1] = one
+            continue
+        sizes.append(size)
+        for step, one in zip(steps, own, strict=True):
+            step.append(one)
+    return sizes, steps
+
+
+def pointwise(shape: Sequence[int], way: int, out: Side, *sides: Side) -> Operation:
+    """``out`` of one or two ``sides``, number by number (``way``)."""
+    every = (out, *sides)
+    sizes, steps = folded(shape, [side.strides for side in every])
+    missing = _DIMS - len(sizes)
+    check(missing >= 0)
+    words: list[int | Address] = [POINTWISE, way, *(1,) * missing, *sizes]
+    for side, step in zip(every, steps, strict=True):
+        words += [side.address, int(side.dtype is torch.bfloat16), *(0,) * missing, *step]
+    if len(sides) == 1:
+        words += [*NOWHERE, 0, *(0,) * _DIMS]
+    return Operation(tuple(words))
+
+
+def bits(number: float) -> int:
+    """A number's 64 bits."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
