@@ -122,3 +122,22 @@ def test_weights_that_are_widened_for_a_layer_are_read_as_they_are(rows: int, in
         return F.linear(x.float(), wide) * wide[:, 0]
 
     assert len(left(replays(used, x, kept=[weight]))) == 1
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+def test_experts_that_are_given_all_tokens_multiply_those_that_chose_them(
+    dtype: torch.dtype, exact: bool, instructions: str
+) -> None:
+    """As Llama 4's, whose inputs come first: the others are zeros, whatever an expert would make of zeros."""
+    x = usual(EXPERTS, 7, 100, seed=1, dtype=dtype)
+    weight = usual(EXPERTS, 100, 40, seed=2, dtype=dtype)
+    chosen = torch.tensor([0, 2, 2, 0, 3, 2, 0])
+    x *= (torch.arange(EXPERTS)[:, None] == chosen)[:, :, None]
+    weight[1] = float("nan")
+    with RowInvariance(linear=True, exact=exact):
+        found = torch.bmm(x, nn.Parameter(weight, requires_grad=False))
+        for token, expert in enumerate(chosen.tolist()):
+            alone = F.linear(x[expert, token], weight[expert].t().contiguous())
+            assert torch.equal(found[expert, token], alone)
+    assert not found[torch.arange(EXPERTS)[:, None] != chosen].any()

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from stowage.weights.quantized.blocks import joined
+from stowage.weights.quantized.stacks import has_inputs_first
 from tests.block_formats import scale
 from tests.weights import gguf_gemma, gguf_hybrids, gguf_kimi, gguf_layouts, gguf_mixtures
 
@@ -37,6 +38,7 @@ _RENAMED: Mapping[str, str] = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe",
     "kimi_linear": "kimi-linear",
+    "llama4_text": "llama4",
     "lfm2_moe": "lfm2moe",
     "mimo_v2_flash": "mimo2",
     "minimax_m2": "minimax-m2",
@@ -300,11 +302,13 @@ def _experts(path: str, values: np.ndarray, module: Any) -> list[tuple[str, np.n
     """Outputs first, and gates apart from what they gate."""
     layer, own = path.split(".")[2], path.rpartition(".")[2]
     last = "bias" if own.endswith("bias") else "weight"
-    if last == "weight" and module.is_transposed:
+    if last == "weight" and has_inputs_first(module):
         values = values.swapaxes(1, 2)
     if "gate_up" not in own:
         return [(f"blk.{layer}.ffn_{own.partition('_')[0]}_exps.{last}", values)]
-    halves = np.split(values, 2, axis=1) if module.is_concatenated else [values[:, ::2], values[:, 1::2]]
+    halves = (
+        np.split(values, 2, axis=1) if getattr(module, "is_concatenated", True) else [values[:, ::2], values[:, 1::2]]
+    )
     return [(f"blk.{layer}.ffn_{part}_exps.{last}", half) for part, half in zip(("gate", "up"), halves, strict=True)]
 
 
@@ -363,8 +367,8 @@ def _expert_values(path: str, values: Mapping[str, torch.Tensor], module: Any) -
     last = "bias" if own.endswith("bias") else "weight"
     parts = ("gate", "up") if "gate_up" in own else (own.partition("_")[0],)
     found = [values[f"blk.{layer}.ffn_{part}_exps.{last}"] for part in parts]
-    whole = joined(found, 1, not module.is_concatenated and len(found) > 1)
-    return whole.transpose(1, 2) if last == "weight" and module.is_transposed else whole
+    whole = joined(found, 1, not getattr(module, "is_concatenated", True) and len(found) > 1)
+    return whole.transpose(1, 2) if last == "weight" and has_inputs_first(module) else whole
 
 
 def dequantised(path: Path) -> dict[str, torch.Tensor]:

@@ -50,6 +50,13 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
                 "attention.indexer.top_k": config.index_topk,
                 "attention.indexer.types": [kind == "full" for kind in config.indexer_types],
             }
+        case "llama4":
+            found |= {
+                "expert_count": config.num_local_experts,
+                "expert_feed_forward_length": config.intermediate_size,
+                "feed_forward_length": config.intermediate_size_mlp,
+                "interleave_moe_layer_step": config.interleave_moe_layer_step,
+            }
         case "mimo2":
             windows = [int(kind == "sliding_attention") for kind in config.layer_types]
             found |= {

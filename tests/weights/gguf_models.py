@@ -50,6 +50,9 @@ DOTS = {
 GLM5 = {"index_head_dim": 64, "rms_norm_eps": 1e-6}
 
 
+LLAMA4 = {"attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layer_interval": 4}
+
+
 HALF = {"rope_type": "default", "partial_rotary_factor": 0.5}
 MIMO = {
     "num_attention_heads": 4,
@@ -137,6 +140,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jamba": {},
     "kimi_linear": {"rms_norm_eps": 1e-6},
     "lfm2": {},
+    "llama4": LLAMA4,
     "lfm2_moe": {"tie_word_embeddings": True},
     "mamba": {},
     "mamba2": {"chunk_size": 256},
@@ -195,6 +199,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan with alpha": ("hunyuan_dense", {"rope_parameters": ALPHA}),
     "internlm 2": ("llama", {"gguf_arch": "internlm2"}),
     "ling 2": ("glm4_moe", LING),
+    "llama 4 maverick": ("llama4", LLAMA4 | {"num_local_experts": 128, "use_qk_norm": False}),
     "minicpm": ("granite", {"gguf_arch": "minicpm", "attention_multiplier": 0.25, "embedding_multiplier": 3.0}),
     "minicpm 3 with long rope": ("minicpm3", MINICPM3 | {"rope_parameters": LONG}),
     "qwen 2.5 vl": ("qwen2", FAMILIES["qwen2"] | {"gguf_arch": "qwen2vl"}),

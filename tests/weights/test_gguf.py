@@ -116,11 +116,14 @@ def test_an_engine_answers_as_on_the_dequantised_checkpoint_to_the_bit(kinds: st
 
 
 @pytest.mark.parametrize("kind", ["MXFP4", "Q8_0", "BF16"])
-def test_experts_of_gpt_oss_are_computed_from_as_they_lie_to_the_bit(kind: str, tmp_path: Path) -> None:
-    """Gates lie apart from what they gate in a file, and Transformers has a row of each after the other. In a
-    checkpoint inputs of experts come first.
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_experts_that_have_inputs_first_in_checkpoints_are_computed_from_as_they_lie_to_the_bit(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    """In files their outputs come first, and gates lie apart from what they gate. Transformers has a row of each after
+    the other in gpt-oss, and gives each of Llama 4's experts all tokens.
     """
-    plain = model_of("gpt_oss", tmp_path / "model", SIZE)
+    plain = model_of(family, tmp_path / "model", SIZE, **FAMILIES[family])
     path = gguf_files.write(plain, tmp_path / "model.gguf", lambda name: Kind[kind if "exps" in name else "Q8_0"])
     values = dequantised(path, plain, tmp_path / "values")
     state, read = plain.state_dict(), gguf_checkpoint.open_gguf(path).state("bfloat16")
@@ -128,17 +131,20 @@ def test_experts_of_gpt_oss_are_computed_from_as_they_lie_to_the_bit(kind: str, 
     assert all(torch.equal(read[name], state[name]) for name in state)
     asked = [prompt(length, length)[0].tolist() for length in (70, 3, 40)]
 
-    def said(source: Path, weights: str) -> list[Any]:
-        memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB", weights=weights)
-        with Engine(source, memory, dtype="bfloat16") as engine:
-            answers = engine.generate(list(asked), GREEDY)
+    def said(source: Path, weights: str, *together: list[list[int]]) -> list[Any]:
+        sizes: Any = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "max_num_batched_tokens": 32}
+        with Engine(source, Memory(**sizes, weights=weights), dtype="bfloat16") as engine:
+            answers = [answer for prompts in together for answer in engine.generate(prompts, GREEDY)]
         return [(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers]
 
-    expected = said(values, "auto")
-    for source, weights in itertools.product((values, path), ("auto", "*=stream", "*=experts")):
-        assert said(source, weights) == expected
+    expected = said(values, "auto", asked)
+    apart = "*=experts" if family == "gpt_oss" else "*=mapped"
+    for source, weights in itertools.product((values, path), ("auto", "*=stream", apart)):
+        assert said(source, weights, asked) == expected
+        assert said(source, weights, *([one] for one in asked)) == expected, "alone"
     names = loading.load(path, "bfloat16").model.state_dict()
-    assert any("gate_up_proj_1_" in name for name in names), "computed from as they lie"
+    kept = "gate_up_proj_1_" if family == "gpt_oss" else "gate_up_proj_"
+    assert any(kept in name for name in names), "computed from as they lie"
 
 
 def test_experts_stay_as_they_are_and_are_cached_one_by_one(tmp_path: Path) -> None:
@@ -247,16 +253,17 @@ def test_pieces_with_scores_are_merged_as_sentencepiece_does(tmp_path: Path) -> 
     assert tokenizer.decode(found, skip_special_tokens=True) == "the theé"
 
 
-def test_llama_3_scaled_rotations_are_found_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "factor", "high"), [("llama", 32.0, 4.0), ("llama4", 16.0, 1.0)])
+def test_llama_3_scaled_rotations_are_found_again(family: str, factor: float, high: float, tmp_path: Path) -> None:
     rope = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
-        "factor": 32.0,
+        "factor": factor,
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "high_freq_factor": high,
         "original_max_position_embeddings": 8192,
     }
-    plain = model_of("llama", tmp_path / "model", rope_parameters=rope)
+    plain = model_of(family, tmp_path / "model", **FAMILIES[family], rope_parameters=rope)
     divided = 500000.0 ** -(np.arange(0, 16, 2) / 16) / plain.model.rotary_emb.inv_freq.numpy()
     path = gguf_files.write(plain, tmp_path / "model.gguf", more=[("rope_freqs.weight", divided.astype(np.float32))])
     loaded = loading.load(path).model

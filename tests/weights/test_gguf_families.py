@@ -167,6 +167,8 @@ OTHERWISE = (
     ("glm_moe_dsa", "glm-dsa.attention.indexer.kpool", 4, r"says attention.indexer.kpool = 4"),
     ("kimi_linear", "kimi-linear.expert_weights_norm", False, "does not make the weights of chosen experts add up to"),
     ("kimi_linear", "kimi-linear.kda.safe_gate", True, r"says kda.safe_gate = True"),
+    ("llama4", "llama4.attention.sliding_window", 0, "no layers that attend within pieces of a text"),
+    ("llama4", "llama4.expert_gating_func", 1, "scores experts in another way than by sigmoid"),
     ("mimo_v2_flash", "mimo2.attention.head_count_kv", [2] * 4, "of 2 heads of keys, .* a variant that is not read"),
     ("mimo_v2_flash", "mimo2.attention.value_scale", 1, "does not say by how much values are scaled"),
     ("mimo_v2_flash", "mimo2.expert_gating_func", 1, "scores experts in another way than by sigmoid"),

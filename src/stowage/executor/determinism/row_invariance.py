@@ -30,7 +30,7 @@ from stowage.executor.fused import experts
 from stowage.executor.fused.linear import FusedLinear
 from stowage.weights.quantized.blocks import BlockMatrix, BlockRows, joined
 from stowage.weights.quantized.codes import PackedMatrix
-from stowage.weights.quantized.stacks import BlockStack, Run, one_by_one, stacked_linear
+from stowage.weights.quantized.stacks import BlockStack, Run, of_each, one_by_one, stacked_linear
 
 _GRAIN = 32768
 """Numbers that torch gives a thread at least (``at::internal::GRAIN_SIZE``)."""
@@ -56,11 +56,11 @@ class RowInvariance(TorchFunctionMode):
         self.exact, self._int8 = exact, int8
         self._special: dict[Any, Callable[..., Any]] = {}
         self._fused = FusedLinear(self.matrix)
+        multiply = kernels.linear if exact else kernels.product
         if linear:
             self._special[F.linear] = self._linear
             self._special[F.embedding] = _embedding
             self._special[stacked_linear] = self.stacked
-            multiply = kernels.linear if exact else kernels.product
             for grouped in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
                 if grouped is not None:
                     self._special[grouped] = partial(_grouped, exact, multiply)
@@ -69,6 +69,8 @@ class RowInvariance(TorchFunctionMode):
             self._special |= {function: _filled_rows(function, int8) for function in PRODUCTS}
             self._special |= {function: _times(function) for function in (torch.mul, Tensor.mul, Tensor.__mul__)}
             self._special |= {torch.polar: _polar, torch.addmm: _addmm, Tensor.addmm: _addmm}
+        if linear:
+            self._special[torch.bmm] = _of_experts(self._special.get(torch.bmm, torch.bmm), multiply, int8)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         special = self._special.get(func)
@@ -242,6 +244,19 @@ def _grouped(
             out[begin:end] = multiply(rows, turned[expert]) if ours else _filled(rows, weight[expert])
             begin = end
     return out
+
+
+def _of_experts(function: Any, multiply: Callable[..., Tensor], int8: bool) -> Callable[..., Any]:
+    """A batched product, by the kernels if ``b`` is the experts of a layer, which are given all tokens each."""
+
+    def apply(a: Tensor, b: Any, **kwargs: Any) -> Any:
+        if isinstance(b, BlockStack):
+            return b.multiply_each(a, partial(_linear, int8=int8))
+        if type(b) is Parameter and not kwargs and kernels.takes(a[0], b[0].t()):
+            return of_each(a, b.shape[2], lambda rows, expert: multiply(rows, b[expert].t()))
+        return function(a, b, **kwargs)
+
+    return apply
 
 
 def _whole_vectors(function: Any) -> Callable[..., Any]:

@@ -195,7 +195,7 @@ def _rope(
     if family == "gemma4_text":
         return {"rope_parameters": _proportional(file, theta, factors.get("rope_freqs"))}
     if "rope_freqs" in factors:
-        rope |= _llama3(file, factors["rope_freqs"], theta)
+        rope |= _llama3(file, factors["rope_freqs"], theta, 1.0 if family == "llama4_text" else _LLAMA3_HIGH)
     if partial is not None and (partial != 1 or family in _PARTLY):
         rope["partial_rotary_factor"] = partial
     if family in _TWO_ROPES:
@@ -273,15 +273,16 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     return found
 
 
-def _llama3(file: GgufFile, factors: NDArray[np.float32], theta: float) -> dict[str, Any]:
+def _llama3(file: GgufFile, factors: NDArray[np.float32], theta: float, high: float) -> dict[str, Any]:
     """Llama 3's scaling, of which a file keeps what each frequency is divided by. Its four numbers are found again: the
-    longest waves are divided by the factor, and the other three are the same in all its models.
+    longest waves are divided by the factor, and the other three are the same in all its models. Llama 4 has no waves
+    between short and long ones: ``high`` is the lower bound there.
     """
     factor = float(str(factors.max()))
     waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
-    smooth = (_LLAMA3_TOKENS / waves - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
+    smooth = (_LLAMA3_TOKENS / waves - _LLAMA3_LOW) / max(high - _LLAMA3_LOW, 1e-9)
     between = 1 / ((1 - smooth) / factor + smooth)
-    short, long = waves < _LLAMA3_TOKENS / _LLAMA3_HIGH, waves > _LLAMA3_TOKENS / _LLAMA3_LOW
+    short, long = waves < _LLAMA3_TOKENS / high, waves > _LLAMA3_TOKENS / _LLAMA3_LOW
     expected = np.where(long, factor, np.where(short, 1.0, between))
     if not np.allclose(expected, factors, rtol=1e-4):
         raise UnsupportedModelError(
@@ -292,7 +293,7 @@ def _llama3(file: GgufFile, factors: NDArray[np.float32], theta: float) -> dict[
         "rope_type": "llama3",
         "factor": factor,
         "low_freq_factor": _LLAMA3_LOW,
-        "high_freq_factor": _LLAMA3_HIGH,
+        "high_freq_factor": high,
         "original_max_position_embeddings": _LLAMA3_TOKENS,
     }
 

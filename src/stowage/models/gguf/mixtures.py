@@ -21,6 +21,7 @@ __all__ = [
     "exaone_moe",
     "hunyuan_moe",
     "joined_heads",
+    "llama4",
     "mimo2",
     "refuse_other_sums",
     "routed",
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 SIGMOID: Final = 2
+_LLAMA4_TOKENS: Final = 8192
+"""Of a piece that most layers attend within, and of a step of what the others scale queries by."""
+_MAVERICK_EXPERTS: Final = 128
 
 
 def routed(_: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,6 +90,29 @@ def hunyuan_moe(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "intermediate_size": number(file, "expert_feed_forward_length") or number(file, "feed_forward_length"),
         "moe_topk": number(file, "expert_used_count"),
+    }
+
+
+def llama4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """What no field says is the same in all models with experts, but for norms of queries and keys, which those with
+    128 do not have. Raises UnsupportedModelError.
+    """
+    sigmoid_routed(file, entries)
+    if not number(file, "expert_count") or file.fields.get("llama4.attention.sliding_window", 1) == 0:
+        raise UnsupportedModelError(
+            f"{file.paths[0]} has no experts, or no layers that attend within pieces of a text, which is not read from "
+            "GGUF of llama4. Give the Hugging Face checkpoint that it was made from."
+        )
+    return {
+        "attention_chunk_size": _LLAMA4_TOKENS,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+        "floor_scale": _LLAMA4_TOKENS,
+        "interleave_moe_layer_step": number(file, "interleave_moe_layer_step") or 1,
+        "intermediate_size": number(file, "expert_feed_forward_length"),
+        "intermediate_size_mlp": number(file, "feed_forward_length"),
+        "no_rope_layer_interval": 4,
+        "use_qk_norm": number(file, "expert_count") != _MAVERICK_EXPERTS,
     }
 
 

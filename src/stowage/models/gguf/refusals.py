@@ -45,7 +45,7 @@ _SCALED_BY_PLACE: Final = ("ministral3", "mistral4")
 _BY_SOFTMAX: Final = (0, 1, 3)
 _BY_SIGMOID: Final = (
     *("afmoe", "bailingmoe2", "deepseek2", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "kimi-linear"),
-    *("lfm2moe", "mimo2", "minimax-m2", "nemotron_h_moe"),
+    *("lfm2moe", "llama4", "mimo2", "minimax-m2", "nemotron_h_moe"),
 )
 """Families whose routers may score by sigmoid: they are computed so, or refuse another way themselves."""
 

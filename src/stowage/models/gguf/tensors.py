@@ -26,6 +26,7 @@ from stowage.weights.gguf import TYPES, GgufFile, GgufTensor
 from stowage.weights.quantized.blocks import joined
 from stowage.weights.quantized.formats import BLOCKS, Spec, dequantized
 from stowage.weights.quantized.published import Kept, Part, Plan
+from stowage.weights.quantized.stacks import has_inputs_first
 
 __all__ = ["plan_of", "rope_factors"]
 
@@ -148,7 +149,7 @@ def _kept(
 ) -> Kept:
     """A matrix, or experts' matrices, where they lie."""
     experts, first = shape[0] if len(shape) == 3 else 0, found[0]
-    transposed = bool(experts and getattr(module, "is_transposed", False))
+    transposed = bool(experts and has_inputs_first(module))
     in_turn = len(found) > 1 and not getattr(module, "is_concatenated", True)
     outputs, inputs = shape[:-3:-1] if transposed else shape[-2:]
     other = next((tensor for tensor in found if tensor.type is not first.type), None)

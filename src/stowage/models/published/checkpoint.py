@@ -24,6 +24,7 @@ from stowage.models.published.names import Sources, sources_of
 from stowage.weights.checkpoint import Checkpoint, Stored, stored_in
 from stowage.weights.quantized.formats import Spec
 from stowage.weights.quantized.published import Kept, Part, Plan
+from stowage.weights.quantized.stacks import has_inputs_first
 
 __all__ = ["dtype_of", "expandable", "finish", "meta_model", "plan_of", "refuse_unsaid", "specs_of"]
 
@@ -84,7 +85,7 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
             raise CheckpointError(
                 f"the checkpoint is incomplete: it has no {path}, which its model needs. Download it again."
             )
-        transposed = bool(getattr(model.get_submodule(path.rpartition(".")[0]), "is_transposed", False))
+        transposed = has_inputs_first(model.get_submodule(path.rpartition(".")[0]))
         if not isinstance(parameter, nn.Parameter):
             values[path] = reading.numbers(path, tuple(parameter.shape), own, parameter.dtype)
             continue

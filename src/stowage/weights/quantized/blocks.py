@@ -68,6 +68,11 @@ class BlockMatrix(PackedMatrix):
         return torch.Size(sizes[::-1] if self.transposed else sizes)
 
     @property
+    def device(self) -> torch.device:
+        """See PackedMatrix."""
+        return next(iter(self.parts.values())).device
+
+    @property
     def is_here(self) -> bool:
         """Whether the bytes are in memory; what is away has no strides."""
         return all(part.is_contiguous() for part in self.parts.values())
@@ -105,9 +110,7 @@ class BlockMatrix(PackedMatrix):
     @torch.no_grad()
     def unpacked(self) -> Tensor:
         """The weights as one tensor, new memory: for whoever does more with them than multiply."""
-        spec = self.spec
-        device = next(iter(self.parts.values())).device
-        whole = torch.empty(spec.outputs, spec.inputs, dtype=self.values_dtype, device=device)
+        whole = torch.empty(self.spec.outputs, self.spec.inputs, dtype=self.values_dtype, device=self.device)
         for begin, end in self._tiles(self.values_dtype):
             whole[begin:end] = self._values(begin, end, self.values_dtype)
         return whole.t() if self.transposed else whole
@@ -136,6 +139,11 @@ class BlockRows(PackedMatrix):
         outputs = sum(matrix.spec.outputs for matrix in self.matrices)
         sizes = (outputs, self.matrices[0].spec.inputs)
         return torch.Size(sizes[::-1] if self.transposed else sizes)
+
+    @property
+    def device(self) -> torch.device:
+        """See PackedMatrix."""
+        return self.matrices[0].device
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, linear: Callable[..., Tensor] | None = None) -> Tensor:
         """See PackedMatrix."""

@@ -201,6 +201,11 @@ class PackedMatrix:
         """Of its values: a model may compute in the type of its weights."""
         return self.values_dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lies: a model may bring its inputs there."""
+        return self.packed.device
+
     def dim(self) -> int:
         return 2
 

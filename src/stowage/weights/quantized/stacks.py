@@ -2,6 +2,8 @@
 
     few tokens    the rows of each expert by its own matrix, all in one call (``stacked_linear``), which can be recorded
     many tokens   one expert after the other, so that no more than its own rows are widened at a time
+    Llama 4       Transformers' own forward gives every expert all tokens, those that did not choose it as zeros: such
+                  rows are not multiplied (``of_each``)
 
 Either way a token's experts are added up as Transformers' grouped products do it, and where experts come one by one
 (``arriving``), those that are there are computed with first.
@@ -29,6 +31,8 @@ __all__ = [
     "Stacking",
     "computes_one_by_one",
     "has_grouped_products",
+    "has_inputs_first",
+    "of_each",
     "one_by_one",
     "projected",
     "put_stacks",
@@ -73,6 +77,38 @@ class BlockStack:
         matrices = [BlockMatrix(self.how.spec, parts, self.dtype, self.how.transposed) for parts in own]
         return matrices[0] if len(matrices) == 1 else BlockRows(matrices, self.how.in_turn)
 
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(next(iter(self.pieces[0].values()))), *self[0].shape))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Experts that are all given all tokens. A mode of torch that has its own product is asked first."""
+        if function is not torch.bmm or kwargs or not isinstance(args[1], cls):
+            return NotImplemented
+        return args[1].multiply_each(args[0], expert_linear)
+
+    def multiply_each(self, x: Tensor, linear: Callable[..., Tensor]) -> Tensor:
+        """``of_each`` with these matrices, each by ``linear``."""
+        return of_each(x, self.shape[2], lambda rows, expert: linear(rows, self[expert].by_outputs()))
+
+
+def has_inputs_first(module: Any) -> bool:
+    """Whether experts ``module`` take a matrix for (inputs, outputs). Llama 4's do, and do not say so."""
+    return bool(getattr(module, "is_transposed", type(module).__name__ == "Llama4TextExperts"))
+
+
+def of_each(x: Tensor, outputs: int, multiply: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """``x`` (experts, tokens, inputs), of each expert its rows by ``multiply(rows, expert)``: (experts, tokens,
+    ``outputs``). Rows of zeros, of tokens that did not choose the expert, give zeros, and are not multiplied.
+    """
+    out, chosen = x.new_zeros(*x.shape[:2], outputs), dict[int, list[int]]()
+    for expert, row in x.ne(0).any(-1).nonzero().tolist():
+        chosen.setdefault(expert, []).append(row)
+    for expert, rows in chosen.items():
+        out[expert, rows] = multiply(x[expert, rows], expert)
+    return out
+
 
 def put_stacks(module: nn.Module, stacks: Mapping[str, Stacking], dtype: torch.dtype) -> None:
     """Parameters without values yet in the place of those stacks of experts of ``module`` that are named. The module
@@ -96,7 +132,10 @@ def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, Stacki
         return property(lambda self: BlockStack(how, [parts_of(self, n) for n in names], dtype))
 
     members: dict[str, Any] = {own: stack_of(own, how) for own, how in stacks}
-    own_loop = getattr(plain.forward, "__wrapped__", plain.forward)
+    members["block_specs"] = tuple(how.spec for _, how in stacks)
+    if not hasattr(plain.forward, "__wrapped__"):  # all experts are given all tokens
+        return type(f"Block{plain.__name__}", (plain,), members)
+    own_loop = plain.forward.__wrapped__
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         whole = _forward_grouped if _is_grouped(self) else own_loop
@@ -104,7 +143,6 @@ def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, Stacki
         return result
 
     members["forward"], members["bears_gaps"] = forward, True  # it takes one expert at a time
-    members["block_specs"] = tuple(how.spec for _, how in stacks)
     return type(f"Block{plain.__name__}", (plain,), members)
 
 
