@@ -66,6 +66,36 @@ def test_activations_in_8_bits_give_other_answers_which_depend_on_nothing_else()
     assert "Paris" in texts
 
 
+FACTS = (
+    ("What is the capital of France?", "Paris"),
+    ("What is 2 + 2?", "4"),
+    ("Who wrote Romeo and Juliet?", "Shakespeare"),
+    ("What language is spoken in Spain?", "Spanish"),
+    ("How many days are in a week?", "7"),
+    ("What color is the sky on a clear day?", "blue"),
+)
+"""What so small a model knows, and with which word."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_activations_in_8_bits_leave_it_what_it_knows(dtype: str) -> None:
+    """Also asked after 300 tokens of something else, where attention rounds its weights too. One answer may go wrong:
+    the model is unsure how to begin some of them, as in which language.
+    """
+    story = "Once upon a time in a small village there lived an old clockmaker who repaired every clock in town. " * 16
+    with Engine(
+        FILE, Memory(kv_cache_memory="256MiB", host_memory="1GiB"), dtype=dtype, int8_activations=True
+    ) as engine:
+        chats: list[Any] = [[{"role": "user", "content": question}] for question, _ in FACTS]
+        chats.append([{"role": "user", "content": story + "Who repaired every clock in town?"}])
+        chats.append("The capital of France is")
+        *answers, told, capital = [a.text for a in engine.generate(chats, SamplingParams(max_new_tokens=32))]
+    known = [word in answer for (_, word), answer in zip(FACTS, answers, strict=True)]
+    assert capital.startswith(" Paris"), capital
+    assert sum(known) >= len(known) - 1, answers
+    assert "clockmaker" in told, told
+
+
 def test_digits_ends_and_the_template_are_those_of_the_checkpoint() -> None:
     from transformers import AutoTokenizer
 
