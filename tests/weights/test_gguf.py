@@ -16,7 +16,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 import stowage
-from stowage import CheckpointError, ConfigError, Engine, Memory, SamplingParams, UnsupportedModelError
+from stowage import CheckpointError, ConfigError, Engine, Memory, ModelError, SamplingParams, UnsupportedModelError
 from stowage.models import loading
 from stowage.models.gguf import checkpoint as gguf_checkpoint
 from stowage.planner.model import read_model
@@ -272,6 +272,24 @@ def test_llama_3_scaled_rotations_are_found_again(family: str, factor: float, hi
     odd = gguf_files.write(plain, tmp_path / "odd.gguf", more=[("rope_freqs.weight", divided.astype(np.float32) + 1)])
     with pytest.raises(UnsupportedModelError, match=r"not Llama 3's"):
         loading.load(odd)
+
+
+def test_a_script_asks_it_as_any_model(tmp_path: Path) -> None:
+    """Without ``no_grad``; and takes its weights one by one, tied ones once."""
+    plain = model_of("llama", tmp_path / "model", SIZE, tie_word_embeddings=True)
+    path = gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q8_0)
+    expected = logits(loading.load(path).model, prompt())
+    for memory in ({"weights": "*=stream"}, {"device_memory": "64MiB"}):
+        model = stowage.offload(path, **memory)
+        assert model.name_or_path == str(path)
+        assert torch.equal(model(prompt()).logits, expected)
+        with pytest.raises((ModelError, RuntimeError), match=r"gradient|does not require grad"):
+            model(prompt()).logits.sum().backward()
+        names = [name for name, _ in model.stowage.tensors()]
+        assert "model.embed_tokens.q8_0" in names
+        assert "lm_head.q8_0" not in names
+        assert len(names) == 2 * 9 + 2
+        model.stowage.close()
 
 
 def test_linear_scaling_is_read_however_a_file_says_it(tmp_path: Path) -> None:

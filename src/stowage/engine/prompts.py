@@ -149,6 +149,7 @@ class Prompts:
             TypeError,
             ValueError,
             LookupError,
+            ArithmeticError,
             AttributeError,
             RecursionError,
         ) as error:  # as values in it may be odd

@@ -138,6 +138,10 @@ def names(model: Any) -> dict[str, Tensor]:
                 found[prefix + own] = torch.empty(value.shape, dtype=value.dtype, device="meta")
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         found.pop(name, None)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if name in found and source in found and own[name] is own[source]:  # packed ones have names of their own
+            del found[name]
     kept: dict[str, Tensor] = remove_tied_weights_from_state_dict(found, model)
     return kept
 

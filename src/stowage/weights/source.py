@@ -189,16 +189,16 @@ class WeightSource(Deliveries):
             return None
         moving = [load for load in self._loads if load.delivery is not Delivery.RESIDENT]
         free = next((n for load in moving for n, p in load.unit.parameters.items() if p.requires_grad), "")
+        added = next((n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._own), "")
         if free:
-            added = next(
-                (n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._own), ""
-            )
             if added:
                 raise ModelError(
                     f"{added} was added to a model whose weights come and go, and would get no gradient, because "
                     f"{free} is not frozen. Freeze its weights first: model.requires_grad_(False), as "
                     "peft.get_peft_model() does; for answers call it under torch.no_grad()."
                 )
+            return None
+        if is_packed(self._model) and not added and not asked_of(given):  # codes are frozen as they are loaded
             return None
         self._refuse_to_train(moving)
         return self._differentiable

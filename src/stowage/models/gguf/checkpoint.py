@@ -62,6 +62,7 @@ class Gguf:
             eos_token_id=ends if len(ends) > 1 else next(iter(ends), None),
             pad_token_id=self.config.pad_token_id,
         )
+        model.name_or_path = str(self.file.paths[0])
         return model
 
 
