@@ -9,6 +9,7 @@ import sys
 NAMES = (
     "control_plane",
     "no_hit_overhead",
+    "recorded_prompts",
     "prefix_reuse",
     "integrity",
     "tiers",

@@ -127,6 +127,20 @@ def test_nothing_differs_from_any_tier(dtype: str, prompts: list[list[int]], tmp
         assert answers(second, some, together=True) == expected, "as one batch"
 
 
+def test_recorded_prompts_have_the_bits_of_the_model_s_own_code(prompts: list[list[int]]) -> None:
+    found = []
+    for recording in (True, False):
+        with engine(Memory(kv_cache_memory=POOL, max_num_batched_tokens=150)) as asked:
+            recorded = getattr(asked.parts.runner, "prompts", None)
+            if recorded is None:
+                pytest.skip("prompts are not recorded on this device")
+            if not recording:
+                recorded.close()
+            found.append(answers(asked, prompts[5::6], new_tokens=2))
+            assert (recorded.counters.replayed_steps > 4) == recording
+    assert found[0] == found[1]
+
+
 def test_nothing_differs_when_sequences_are_preempted(prompts: list[list[int]]) -> None:
     """All prompts fit into the pool with the first tokens of their answers, and cannot grow to their ends together."""
     some, new_tokens = prompts[3:11], 64
