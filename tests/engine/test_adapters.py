@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -21,6 +22,7 @@ from stowage import Engine, Memory, SamplingParams
 from stowage.cli.app import app
 from stowage.testing import tiny_models
 from tests.engine.conftest import LOGPROB_BOUND
+from tests.weights import gguf_files, published_files
 
 SIZE = tiny_models.TinySize(hidden=256, layers=3)
 MEMORY = {"kv_cache_memory": "8MiB", "block_size": 16}
@@ -309,6 +311,27 @@ def test_packed_weights_and_a_hard_budget(world: Path, tmp_path: Path) -> None:
             found.append([answers(engine, name) for name in ("", "one")])
     assert found[0] == found[1] == found[2]
     assert found[0][0] != found[0][1]
+
+
+def test_published_weights_have_the_answers_of_plain_ones(tmp_path: Path) -> None:
+    """Those that others quantised, and a GGUF file's, whose queries and keys lie otherwise: wherever they lie."""
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    published, plain = published_files.write(
+        "llama", tmp_path, method, published_files.fp8(128, 128, "weight_scale_inv")
+    )
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    file = gguf_files.write(model, tmp_path / "model.gguf", Kind.Q4_0)
+    model.load_state_dict(gguf_files.state_of(file, model))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "values")
+    adapter = adapter_of(plain, tmp_path / "adapter", 5)
+    for quantised, values in ((published, plain), (file, tmp_path / "values")):
+        found = []
+        for source, weights in ((values, "auto"), (quantised, "auto"), (quantised, "*layers*=stream")):
+            memory = Memory(**MEMORY | {"weights": weights})
+            with Engine(source, memory, dtype="bfloat16", adapter={"one": adapter}) as engine:
+                found.append([answers(engine, name) for name in ("", "one")])
+        assert found[0] == found[1] == found[2]
+        assert found[0][0] != found[0][1]
 
 
 def test_rwkv_is_refused(tmp_path: Path) -> None:

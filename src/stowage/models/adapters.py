@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from stowage.errors import CheckpointError, RequestError, UnsupportedModelError
 from stowage.models import identity
 from stowage.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapters_named, check_adapter
+from stowage.weights.quantized.blocks import BlockLinear
 
 __all__ = ["Adapter", "AdapterFile", "Adapters", "read_all"]
 
@@ -239,8 +240,8 @@ class Adapters:
 
 
 def _shape(module: nn.Module) -> tuple[int, int] | None:
-    """Outputs and inputs of a linear layer, packed ones too; ``None`` for others."""
-    if isinstance(module, nn.Linear) or hasattr(module, "form"):
+    """Outputs and inputs of a linear layer, packed and quantised ones too; ``None`` for others."""
+    if isinstance(module, nn.Linear | BlockLinear) or hasattr(module, "form"):
         return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # GPT-2's: the matrix is the other way round
         return int(module.nf), int(module.nx)  # type: ignore[arg-type]
