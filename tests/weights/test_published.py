@@ -241,6 +241,18 @@ def test_what_cannot_be_computed_as_it_lies_is_expanded(tmp_path: Path, caplog: 
     assert all(torch.equal(t, expected[f"model.{name}"]) for name, t in loaded.model.state_dict().items())
 
 
+@pytest.mark.parametrize(("name", "tied"), [("fp8", False), ("int4-32", False), ("awq-64", True)])
+def test_embeddings_that_are_quantised_too_are_numbers_in_memory(name: str, tied: bool, tmp_path: Path) -> None:
+    _, method, quantiser = METHODS[name]
+    published, plain = files.write("llama", tmp_path, method, quantiser, without=("norm",), tie_word_embeddings=tied)
+    expected = said(plain)
+    assert said(published) == expected
+    assert said(published, "model.layers.*=stream") == expected
+    model = loading.load(published).model
+    assert model.get_input_embeddings().weight.dtype is torch.bfloat16
+    assert read_model(published).total_bytes == taken_by(model) - tied * model.lm_head.weight.nbytes
+
+
 @pytest.mark.parametrize("name", ["fp8-tensor", "gptq-32", "int4-32", "gpt_oss"])
 def test_quantised_weights_of_which_a_config_says_nothing_are_refused(name: str, tmp_path: Path) -> None:
     """Older tools say it in a file of their own (hf_quant_config.json, quantize_config.json). Transformers takes codes

@@ -85,11 +85,12 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
             raise CheckpointError(
                 f"the checkpoint is incomplete: it has no {path}, which its model needs. Download it again."
             )
-        transposed = has_inputs_first(model.get_submodule(path.rpartition(".")[0]))
+        module = model.get_submodule(path.rpartition(".")[0])
+        transposed, looked_up = has_inputs_first(module), isinstance(module, nn.Embedding)
         if not isinstance(parameter, nn.Parameter):
             values[path] = reading.numbers(path, tuple(parameter.shape), own, parameter.dtype)
             continue
-        found = reading.parameter(path, tuple(parameter.shape), own, transposed)
+        found = reading.parameter(path, tuple(parameter.shape), own, transposed, looked_up)
         if isinstance(found, Kept):
             kept[path] = found
         else:
@@ -177,8 +178,12 @@ class _Reading:
     in_float32: tuple[str, ...]
     read: bool
 
-    def parameter(self, path: str, shape: tuple[int, ...], sources: Sources, transposed: bool) -> Kept | Tensor:
-        """Where it lies; one that is small, or no matrix, as numbers."""
+    def parameter(
+        self, path: str, shape: tuple[int, ...], sources: Sources, transposed: bool, looked_up: bool
+    ) -> Kept | Tensor:
+        """Where it lies; one that is small, or no matrix, as numbers. So are codes with scales apart whose rows are
+        ``looked_up``: an embedding's.
+        """
         if sources.experts:
             return self._experts(path, shape, sources.experts, transposed)
         name = sources.single
@@ -186,7 +191,8 @@ class _Reading:
             return self._stack(path, name, shape, transposed)
         if len(shape) == 2 and path.endswith(".weight"):
             matrix = self.matrices.of(name, shape)
-            if self._as_numbers(path):
+            in_parts = matrix.spec is not None and matrix.parts.keys() != {""}
+            if self._as_numbers(path) or (looked_up and in_parts):
                 return matrix.numbers(self.matrices.dtype) if self.read else self._unread(path, shape)
             return self._kept(path, shape, [[matrix]], 0, False)
         found = self.matrices.get(name)
