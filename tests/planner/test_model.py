@@ -364,7 +364,10 @@ def test_a_quantised_checkpoint_is_planned_in_published_bytes(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(entries | {"quantization_config": {"quant_method": "hqq"}}))
     model = read_model(tmp_path, "bfloat16")
     assert model.total_bytes == 2 * model.total_parameters
-    assert "planned as expanded to bfloat16: the checkpoint is quantised as 'hqq'" in model.notes[0]
+    assert (
+        "does not run as it is: it is planned as expanded to bfloat16: the checkpoint is quantised as 'hqq'"
+        in model.notes[0]
+    )
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -219,6 +219,17 @@ def test_tokens_ends_and_templates_come_from_the_file(tmp_path: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
 
 
+def test_a_template_of_its_own_for_tools_is_the_one_that_is_used_with_them(tmp_path: Path) -> None:
+    """As Command R has it."""
+    other = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools | length }} tools"}
+    plain = model_of("llama", tmp_path / "model")
+    path = gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q8_0, TOKENS | other)
+    tokenizer, asked = loading.load(path).tokenizer, [{"role": "user", "content": "Hey"}]
+    assert tokenizer.apply_chat_template(asked, tokenize=False) == "<|im_start|>Hey<|im_end|>"
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    assert tokenizer.apply_chat_template(asked, tools, tokenize=False) == "1 tools"
+
+
 def test_gpt_oss_goes_on_after_what_it_thought(tmp_path: Path) -> None:
     tokens = ["<|endoftext|>", "<|return|>", "<|call|>", "<|end|>", *map(chr, range(33, 127)), "He"]
     own = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * 4 + [1] * 95}

@@ -76,9 +76,10 @@ def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
     """``model`` in the bytes in which others quantised it: of ``files``, or else as its config says."""
     import torch
 
-    from stowage.models.published.checkpoint import meta_model, plan_of, specs_of
+    from stowage.models.published.checkpoint import expandable, meta_model, plan_of, specs_of
     from stowage.models.published.method import method_of
 
+    method = None
     try:
         method = method_of(part.config)
         assert method is not None, "the config says that it is quantised"
@@ -89,7 +90,9 @@ def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
         specs = specs_of(plain, method, getattr(torch, model.dtype))
         counted = headers.of_specs(specs, _parameters(plain))
     except UnsupportedModelError as error:
-        return replace(model, notes=(f"it is planned as expanded to {model.dtype}: {error}",))
+        runs = method is not None and expandable(files, method)
+        note = f"it is planned as expanded to {model.dtype}: {error}"
+        return replace(model, notes=(note if runs else f"it does not run as it is: {note}",))
     note = f"weights are counted as they are published ({method.name}), which the files may do otherwise in places."
     return replace(headers.measured(model, counted, model.dtype), source="config", notes=(note,))
 

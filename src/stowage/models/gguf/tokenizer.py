@@ -218,6 +218,20 @@ def _add(backend: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None:
     backend.add_tokens(own)
 
 
+def _templates(file: GgufFile) -> str | dict[str, str] | None:
+    """The chat template; by name where there is more than one, such as another one for tools."""
+    begin = "tokenizer.chat_template"
+    named = {
+        key.removeprefix(f"{begin}."): value
+        for key, value in file.fields.items()
+        if key.startswith(f"{begin}.") and isinstance(value, str)
+    }
+    own = file.fields.get(begin)
+    if isinstance(own, str):
+        named["default"] = own
+    return named.get("default") if named.keys() <= {"default"} else named
+
+
 def _fast(file: GgufFile, backend: Any, tokens: Sequence[str], begins: bool, context_tokens: int) -> Any:
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
@@ -233,10 +247,9 @@ def _fast(file: GgufFile, backend: Any, tokens: Sequence[str], begins: bool, con
         around = [*([named["bos_token"]] if begins else []), "$A", *([named["eos_token"]] if ends else [])]
         ids = {named[f"{n}_token"]: _field(file, f"{n}_token_id") for n in ("bos", "eos") if f"{n}_token" in named}
         backend.post_processor = processors.TemplateProcessing(single=around, special_tokens=list(ids.items()))
-    template = file.fields.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=_templates(file),
         model_max_length=context_tokens,
         clean_up_tokenization_spaces=False,
         **named,
