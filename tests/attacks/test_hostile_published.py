@@ -88,7 +88,7 @@ def test_damaged_files_are_refused_or_mean_numbers(seed: int, published: Path, t
         assert str(error)
 
 
-ODD: tuple[dict[str, Any], ...] = (
+ODD: tuple[Any, ...] = (
     {"quant_method": "fp8", "weight_block_size": "128"},
     {"quant_method": "fp8", "weight_block_size": [0, -1], "modules_to_not_convert": 7},
     {"quant_method": "fp8", "modules_to_not_convert": [["a"], 3, "re:("]},
@@ -100,6 +100,8 @@ ODD: tuple[dict[str, Any], ...] = (
     {"quant_method": "compressed-tensors", "sparsity_config": "x", "config_groups": {}},
     {"quant_method": ["fp8"]},
     {"quant_method": "x" * 5000},
+    ["fp8"],
+    "fp8",
 )
 
 

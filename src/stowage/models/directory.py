@@ -35,7 +35,7 @@ def config_of(file: Path) -> Any:
     refuse_absurd(file)
     try:
         return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         found = _config_of_architecture(file)
         if found is not None:
             return found
