@@ -1,5 +1,5 @@
 /* Plain numbers whose inputs come first, as some checkpoints have experts: some outputs at a time are laid out as if outputs
- * came first, and multiplied then as those are, so with their bits. Lines of the next ones are fetched meanwhile. */
+ * came first, and multiplied then as those are, so with their bits. Lines of inputs that come next are fetched meanwhile. */
 #if LANES >= 8
 #if LANES == 16
 #define WIDE(name) _mm512_##name
@@ -52,17 +52,17 @@ static inline ALWAYS void NAME(transpose_block)(const char *at, int64_t across, 
 #endif
 
 /* Outputs [n, end) and inputs [k, depth), one by one. */
-static void NAME(transpose_each)(const char *at, int64_t across, int64_t n, int64_t end, int64_t k, int64_t depth, int size,
-                            char *to, int64_t stride)
+static void NAME(transpose_each)(const char *at, int64_t across, int64_t n, int64_t end, int64_t k, int64_t depth,
+                                 int size, char *to, int64_t stride)
 {
     for (; n < end; n++)
         for (int64_t i = k; i < depth; i++)
             memcpy(to + n * stride + i * size, at + i * across + n * size, (size_t)size);
 }
 
-/* `wide` outputs, `size` bytes of each input, `stride` bytes apart; after them there are `more`. */
-static inline ALWAYS void NAME(transpose_all)(const char *at, int64_t across, int64_t depth, int64_t wide, int64_t more, int size,
-                                         char *to, int64_t stride)
+/* `wide` outputs, `size` bytes of each input, `stride` bytes apart. */
+static inline ALWAYS void NAME(transpose_all)(const char *at, int64_t across, int64_t depth, int64_t wide, int size, char *to,
+                                              int64_t stride)
 {
     int64_t outputs = 0, inputs = 0;
 #if LANES >= 8
@@ -71,9 +71,9 @@ static inline ALWAYS void NAME(transpose_all)(const char *at, int64_t across, in
     for (int64_t k = 0; k < inputs; k += deep)
         for (int64_t n = 0; n < outputs; n += step) {
             const char *block = at + k * across + n * size;
-            if (n * size % 64 == 0 && n < more)
+            if (n * size % 64 == 0)
                 for (int i = 0; i < deep; i++)
-                    FETCH_FAR(block + i * across + wide * size);
+                    FETCH_FAR(block + (i + INPUTS_AHEAD) * across);
             NAME(transpose_block)(block, across, to + n * stride + k * size, stride, step);
         }
 #endif
@@ -81,10 +81,10 @@ static inline ALWAYS void NAME(transpose_all)(const char *at, int64_t across, in
     NAME(transpose_each)(at, across, 0, wide, inputs, depth, size, to, stride);
 }
 
-static void NAME(transpose)(const Linear *job, int64_t n, int64_t wide, int64_t more, char *to, int64_t stride)
+static void NAME(transpose)(const Linear *job, int64_t n, int64_t wide, char *to, int64_t stride)
 {
     if (job->form == FLOAT32)
-        NAME(transpose_all)((const char *)job->w + 4 * n, 4 * job->w_row, job->inputs, wide, more, 4, to, stride);
+        NAME(transpose_all)((const char *)job->w + 4 * n, 4 * job->w_row, job->inputs, wide, 4, to, stride);
     else
-        NAME(transpose_all)((const char *)job->w + 2 * n, 2 * job->w_row, job->inputs, wide, more, 2, to, stride);
+        NAME(transpose_all)((const char *)job->w + 2 * n, 2 * job->w_row, job->inputs, wide, 2, to, stride);
 }

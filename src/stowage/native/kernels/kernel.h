@@ -31,6 +31,7 @@
 #define DEPTH 1024 /* inputs that are summed at a time */
 #define FEW 8      /* rows with which a weight's row is read to its end */
 #define FAR_ROWS 4 /* rows with which outputs that are computed together lie far apart */
+#define INPUTS_AHEAD 64 /* inputs whose outputs are fetched before they are laid out */
 #define AHEAD 2048 /* bytes that are fetched before what is read so */
 #define PANEL 64   /* rows whose block of inputs stays in the cache */
 #define KEYS 64    /* keys that a softmax takes at a time */

@@ -62,7 +62,7 @@ typedef struct {
     void (*linear)(const Linear *, int64_t, int64_t);
     void (*halves)(const Linear *, int64_t, int64_t); /* NULL: there are no instructions for it */
     void (*tiles)(const Linear *, int64_t, int64_t);  /* the same of many rows, which lie laid out */
-    void (*transpose)(const Linear *, int64_t, int64_t, int64_t, char *, int64_t);
+    void (*transpose)(const Linear *, int64_t, int64_t, char *, int64_t);
     const Scoring *scoring;                           /* NULL: floats do it */
     void (*rows)(const Attention *, const Run *, int64_t, int64_t, int64_t, Scratch *);
     void (*norm)(const Norm *, int64_t, int64_t);

@@ -3,7 +3,7 @@
 /* Shares of linear layers with the same inputs: runs of outputs, taken by whoever is free. */
 
 enum { TOGETHER = 8, COMMON = 8, EACH = 9, JOBS = 64 }; /* layers at most; arguments of all, and of each; see count */
-enum { TRANSPOSED_BYTES = 256 << 10 }; /* what is laid out of inputs that come first: so much of the second cache */
+enum { TRANSPOSED_BYTES = 640 << 10 }; /* what is laid out of inputs that come first: so much of the second cache */
 
 typedef struct {
     Linear job[JOBS];
@@ -18,14 +18,14 @@ typedef struct {
 static int multiply_transposed(const Linear *job, int64_t begin, int64_t end, void (*work)(const Linear *, int64_t, int64_t))
 {
     int64_t size = job->form == FLOAT32 ? 4 : 2, stride = (job->inputs + 31) / 32 * 32 + 32;
-    int64_t most = TRANSPOSED_BYTES / size / stride / 32 * 32;
-    most = most > 32 ? most : 32;
+    int64_t most = TRANSPOSED_BYTES / size / stride;
+    most = most > 192 ? 192 : most > 96 ? 96 : most > 32 ? most / 32 * 32 : 32; /* `halves_linear` takes 96 at once */
     char *laid = aligned_alloc(64, (size_t)(most * stride * size));
     if (laid == NULL)
         return 0;
     for (int64_t first = begin, wide; first < end; first += wide) {
         wide = end - first < most ? end - first : most;
-        used->transpose(job, first, wide, end - first - wide, laid, stride * size);
+        used->transpose(job, first, wide, laid, stride * size);
         Linear plain = *job;
         plain.format = PLAIN;
         plain.w = laid;
