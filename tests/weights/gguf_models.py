@@ -199,6 +199,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan with alpha": ("hunyuan_dense", {"rope_parameters": ALPHA}),
     "internlm 2": ("llama", {"gguf_arch": "internlm2"}),
     "ling 2": ("glm4_moe", LING),
+    "llama with biases": ("llama", {"attention_bias": True}),
     "llama 4 maverick": ("llama4", LLAMA4 | {"num_local_experts": 128, "use_qk_norm": False}),
     "minicpm": ("granite", {"gguf_arch": "minicpm", "attention_multiplier": 0.25, "embedding_multiplier": 3.0}),
     "minicpm 3 with long rope": ("minicpm3", MINICPM3 | {"rope_parameters": LONG}),

@@ -45,6 +45,7 @@ RELAID = {
     "ling 2": "*=stream",
     "mamba": "*=stream",
     "mamba2": "*=stream",
+    "llama with biases": "*=stream",
     "mimo_v2_flash": "*=experts",
     "minicpm3": "*=stream",
     "minimax_m2": "*=experts",

@@ -137,7 +137,11 @@ class Plan:
                 yield path, kept.numbers(parts, dtype)
         finally:
             checkpoint.close()
-        yield from self.values.items()
+        for path, values in self.values.items():
+            matrix = self.kept.get(f"{path.removesuffix('bias')}weight")
+            if path.endswith(".bias") and matrix is not None:  # of outputs, which lie as the rows do
+                values = in_halves(values[:, None], matrix.heads)[:, 0]
+            yield path, values
 
     def state(self) -> dict[str, Tensor]:
         """What Transformers is given to load: values, and in the place of what is kept what shows nothing."""
