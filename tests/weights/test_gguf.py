@@ -201,6 +201,8 @@ def test_split_files_and_directories_are_one_model(tmp_path: Path) -> None:
     expected = logits(loading.load(whole).model, prompt())
     for source in (home, *files):
         assert torch.equal(logits(loading.load(source).model, prompt()), expected)
+    shutil.copy(whole, home / "mmproj-m.gguf")  # its part for pictures
+    assert torch.equal(logits(loading.load(home).model, prompt()), expected)
     shutil.copy(whole, home / "other.gguf")
     with pytest.raises(CheckpointError, match=r"holds 2 models in GGUF files \(m-00001-of-00002.gguf, other.gguf\)"):
         loading.load(home)

@@ -12,7 +12,7 @@ from typing import Final
 
 from stowage.errors import CheckpointError
 
-__all__ = ["files_of", "parse"]
+__all__ = ["files_of", "goes_with_a_model", "parse"]
 
 _TAGGED: Final = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<tag>[\w./-]+)")
 _PART: Final = re.compile(r"-\d{5}-of-\d{5}$")
@@ -28,6 +28,11 @@ def parse(name: str) -> tuple[str, str] | None:
     return (match["repository"], match["tag"]) if match else None
 
 
+def goes_with_a_model(name: str) -> bool:
+    """Whether a file of this name is none itself."""
+    return any(word in name.lower() for word in _NO_MODELS)
+
+
 def files_of(repository: str, names: Iterable[str], tag: str = "") -> list[str]:
     """Those of the files ``names`` of a repository that are the model ``tag`` says: a type at the end of a file's name
     (``Q4_K_M``), or a file. Without a tag the only model, or the one in Q4_K_M. Several are one model in parts; none:
@@ -36,7 +41,7 @@ def files_of(repository: str, names: Iterable[str], tag: str = "") -> list[str]:
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         path = PurePosixPath(name)
-        if path.suffix == ".gguf" and not any(word in path.name.lower() for word in _NO_MODELS):
+        if path.suffix == ".gguf" and not goes_with_a_model(path.name):
             models.setdefault(_PART.sub("", name.removesuffix(".gguf")), []).append(name)
     if len(models) < 2 and not tag:
         return next(iter(models.values()), [])

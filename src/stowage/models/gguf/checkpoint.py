@@ -14,6 +14,7 @@ from stowage.models.gguf import config as configs
 from stowage.models.gguf.tensors import plan_of, rope_factors
 from stowage.models.gguf.tokenizer import tokenizer_of
 from stowage.models.hub import is_gguf
+from stowage.models.hub_gguf import goes_with_a_model
 from stowage.weights import gguf
 from stowage.weights.quantized.published import Plan
 
@@ -74,7 +75,9 @@ def file_in(path: Path) -> Path | None:
         return path if is_gguf(path) else None
     if not path.is_dir() or (path / "config.json").is_file():
         return None
-    firsts = sorted({gguf.splits_of(found)[0] for found in path.glob("*.gguf")})
+    files = list(path.glob("*.gguf"))
+    models = [found for found in files if not goes_with_a_model(found.name)] or files
+    firsts = sorted({gguf.splits_of(found)[0] for found in models})
     if len(firsts) > 1:
         names = ", ".join(first.name for first in firsts[:4])
         raise CheckpointError(f"{path} holds {len(firsts)} models in GGUF files ({names}): give one of the files.")
