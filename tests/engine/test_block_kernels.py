@@ -42,7 +42,7 @@ def test_products_have_the_bits_of_those_with_unpacked_weights(
         assert kernels.takes_blocks(x, matrix)
         expected = kernels.linear(x, plain)
         assert bool(expected.isfinite().all())
-        for rows in (1, 2, 3, 5, 8, 9, 65, 300):
+        for rows in (1, 2, 3, 5, 8, 9, 12, 13, 16, 65, 300):
             found = kernels.linear_blocks(x[:rows], matrix)
             assert torch.equal(found, expected[:rows]), (one, rows)
         bias = torch.randn(one.outputs).to(dtype)

@@ -27,7 +27,7 @@ PACKED = [
     Form("int4_32", 9, 576),
     Form("int4_128", 5, 8192 + 256),
 ]
-ROWS = (1, 2, 3, 4, 5, 8, 70)
+ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 70)
 
 
 def named(spec: Spec | Form) -> str:

@@ -281,7 +281,7 @@ static void coded_panel_by_inputs(const Linear *job, int way, int64_t first, int
 }
 
 /* Outputs [begin, end) of up to 8 rows. */
-static void coded_few(const Linear *job, int64_t begin, int64_t end)
+static int coded_few(const Linear *job, int64_t begin, int64_t end)
 {
     float sums[CODED_PANEL] __attribute__((aligned(64)));
     __m512 kept[CODED_PANEL + HALVES_ROWS * 8]; /* GPTQ's last outputs may be half of what is computed at once */
@@ -298,6 +298,28 @@ static void coded_few(const Linear *job, int64_t begin, int64_t end)
         for (int r = 0; r < job->rows; r++)
             halves_finish(job, sums + r * panel, r, first, wide);
     }
+    return 1;
+}
+
+/* Whether it takes less time to read codes twice, the second time from the cache, than to lay them out for all of up to
+ * `most` rows. */
+static int coded_pays_twice(const Linear *job, int64_t most)
+{
+    return job->rows > FEW && job->rows <= most && !coded_by_inputs(job);
+}
+
+/* Outputs [begin, end) of some rows, FEW at a time, by `few`; a packed one takes so many bytes. 0: there is no memory for it. */
+static int coded_in_parts(const Linear *job, int64_t begin, int64_t end, int64_t packed_row, int (*few)(const Linear *, int64_t, int64_t))
+{
+    int there = 1;
+    for (int64_t n = begin, stop; n < end && there; n = stop) {
+        stop = end - n < HALVES_PANEL ? end : n + HALVES_PANEL;
+        for (int64_t row = 0; row < job->rows && there; row += FEW) {
+            Linear some = some_rows(job, row, FEW, job->packed == NULL ? NULL : job->packed + row * packed_row);
+            there = few(&some, n, stop);
+        }
+    }
+    return there;
 }
 
 /* Outputs [begin, end) of many rows, which `multiply` does with weights in bfloat16. */
@@ -326,9 +348,10 @@ static int coded_many(const Linear *job, int64_t begin, int64_t end, void (*mult
 /* Outputs [begin, end) of all rows; 0: there is no memory for it. `multiply` does it with weights in bfloat16. */
 static int coded_linear(const Linear *job, int64_t begin, int64_t end, void (*multiply)(const Linear *, int64_t, int64_t))
 {
-    if (job->rows <= HALVES_ROWS && multiply == halves_linear && !coded_is_odd(job)) {
-        coded_few(job, begin, end);
-        return 1;
-    }
+    int ours = multiply == halves_linear && !coded_is_odd(job);
+    if (ours && job->rows <= HALVES_ROWS)
+        return coded_few(job, begin, end);
+    if (ours && coded_pays_twice(job, job->format == Q8_0 ? 16 : 12))
+        return coded_in_parts(job, begin, end, 0, coded_few);
     return coded_many(job, begin, end, multiply);
 }

@@ -266,16 +266,23 @@ static int dynamic_many(const Linear *job, int64_t begin, int64_t end)
     return 1;
 }
 
+/* Outputs [begin, end) of up to 8 rows. 0: there is no memory for it. */
+static int dynamic_some(const Linear *job, int64_t begin, int64_t end)
+{
+    if (!dynamic_ways[job->format].here)
+        return coded_by_inputs(job) ? dynamic_by_inputs(job, begin, end, dynamic_way(job->rows)) : dynamic_few(job, begin, end);
+    dynamic_few_here(job, begin, end);
+    return 1;
+}
+
 /* Outputs [begin, end) of all rows; 0: there is no memory for it. */
 static int dynamic_vnni(const Linear *job, int64_t begin, int64_t end)
 {
     if (dynamic_is_odd(job))
         return avx512_dynamic_linear(job, begin, end);
-    if (job->rows <= DYNAMIC_FEW && dynamic_ways[job->format].here) {
-        dynamic_few_here(job, begin, end);
-        return 1;
-    }
     if (job->rows <= DYNAMIC_FEW)
-        return coded_by_inputs(job) ? dynamic_by_inputs(job, begin, end, dynamic_way(job->rows)) : dynamic_few(job, begin, end);
+        return dynamic_some(job, begin, end);
+    if (coded_pays_twice(job, 16))
+        return coded_in_parts(job, begin, end, dynamic_groups(job->inputs) * (int64_t)sizeof(DynamicInputs), dynamic_some);
     return dynamic_many(job, begin, end);
 }

@@ -66,6 +66,18 @@ typedef struct {
     int form, narrow, format, kind;
 } Linear;
 
+/* The same layer of at most `most` rows from one on, whose inputs lie laid out. */
+static inline Linear some_rows(const Linear *all, int64_t row, int64_t most, const void *laid)
+{
+    Linear job = *all;
+    int half = job.form >= HALVES && job.form != DYNAMIC;
+    job.rows = job.rows - row < most ? job.rows - row : most;
+    job.x = (const char *)job.x + (row * job.x_row << (half ? 1 : 2));
+    job.y = (char *)job.y + (size_t)(row * job.outputs) * (job.narrow ? 2 : 4);
+    job.packed = laid;
+    return job;
+}
+
 /* What is left to do of sums over codes of 8 bits. */
 static inline void scale_sums(float *sums, const float *scales, int64_t count)
 {

@@ -77,18 +77,6 @@ static void spread_linear(LinearShares *shares, long threads)
     spread(share_linear, shares, threads);
 }
 
-/* The same layer of at most `most` rows from one on, whose inputs lie laid out. */
-static Linear some_rows(const Linear *all, int64_t row, int64_t most, const void *laid)
-{
-    Linear job = *all;
-    int half = job.form >= HALVES && job.form != DYNAMIC;
-    job.rows = job.rows - row < most ? job.rows - row : most;
-    job.x = (const char *)job.x + (row * job.x_row << (half ? 1 : 2));
-    job.y = (char *)job.y + (size_t)(row * job.outputs) * (job.narrow ? 2 : 4);
-    job.packed = laid;
-    return job;
-}
-
 #ifdef TILES
 /* Shares of laying out inputs: 16 rows. */
 
