@@ -227,8 +227,9 @@ def apart(
         else:
             words = codes + column // 8 * codes_row + row[:, None]
             code = (tl.load(words, mask, other=0) >> (4 * (column % 8))) & 15
-        zero = ((tl.load(zeros + group * zeros_row + row // 8, there, other=0) >> (4 * eighth)) & 15).to(tl.float32)
+        zero = tl.load(zeros + group * zeros_row + row // 8, there, other=0)
         if FORMAT == "gptq":
-            zero = zero + 1.0
+            zero = zero + 0x11111111  # all of a word's at once: see _gptq in weights/quantized/formats.py
+        zero = ((zero >> (4 * eighth)) & 15).to(tl.float32)
         found = (code.to(tl.float32) - zero[:, None]) * scale[:, None]
     tl.store(out + row[:, None] * inputs + column, found.to(out.dtype.element_ty), mask)

@@ -220,10 +220,11 @@ static void coded_across(const Linear *job, int64_t n, int64_t wide, int64_t gro
     int awq = job->format == AWQ, size = job->kind == SCALES_F32 ? 4 : 2;
     const uint8_t *from = (const uint8_t *)job->scales + (group * job->outputs + n) * size;
     const uint8_t *words = (const uint8_t *)job->zeros + (group * job->outputs + n) / 2;
+    uint32_t more = awq ? 0 : GPTQ_MORE;
     __m256i nibbles = awq ? _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28) : _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
     for (int64_t i = 0; i < wide; i += 8) {
-        __m256i v = _mm256_srlv_epi32(_mm256_set1_epi32((int)read_word(words + i / 2)), nibbles);
-        v = _mm256_add_epi32(_mm256_and_si256(v, _mm256_set1_epi32(15)), _mm256_set1_epi32(!awq));
+        __m256i v = _mm256_srlv_epi32(_mm256_set1_epi32((int)(read_word(words + i / 2) + more)), nibbles);
+        v = _mm256_and_si256(v, _mm256_set1_epi32(15));
         __m512i raw = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(0xffffffff >> (32 - 8 * size), from + i * size));
         __m512 own = (__m512)raw;
         if (job->kind == SCALES_F16)

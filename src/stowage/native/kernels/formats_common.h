@@ -26,10 +26,12 @@ enum { PLAIN = 0 /* of the job's form */, ALL_FORMATS(OF), FORMATS_END,
 typedef struct {
     const uint8_t *w, *scales, *zeros;
     int64_t group, across, scale_step, zero_step;
-    int kind, shift, zero_shift, zero_more;
+    int kind, shift, zero_shift;
+    uint32_t zero_more;
 } Coded;
 
 static const float fp4_values[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+#define GPTQ_MORE 0x11111111u /* to a word of zero points: see _gptq in weights/quantized/formats.py */
 static const int awq_nibbles[8] = {0, 4, 1, 5, 2, 6, 3, 7}; /* of outputs 0 to 7 of eight */
 
 static inline uint16_t read_short(const uint8_t *from)
@@ -106,7 +108,7 @@ static inline float zero_of(const Coded *row, int64_t i)
 {
     if (row->zeros == NULL)
         return 8;
-    return (float)((int)(read_word(row->zeros + 4 * i * row->zero_step) >> row->zero_shift & 15) + row->zero_more);
+    return (float)((read_word(row->zeros + 4 * i * row->zero_step) + row->zero_more) >> row->zero_shift & 15);
 }
 
 /* Code k + i of 4 bits of a format whose scales lie apart; k is a multiple of eight. Of GPTQ and AWQ an output's codes
@@ -142,7 +144,7 @@ static inline Coded coded_row(const Linear *job, int64_t n)
         row.zeros += n / 8 * 4;
         row.zero_step = eighth;
         row.shift = row.zero_shift = 4 * (awq ? awq_nibbles[n % 8] : (int)(n % 8));
-        row.zero_more = !awq;
+        row.zero_more = awq ? 0 : GPTQ_MORE;
     } else if (job->format == PACKED4) { /* zero points are what is added */
         row.across = job->inputs / 2;
         row.scales += n * groups * 2;

@@ -294,8 +294,10 @@ def _int4(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _gptq(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
-    """Zero points are one less than what they mean, as AutoGPTQ's first format has it."""
-    return _by_inputs(spec, parts, _nibbles(parts["codes"], 0), _nibbles(parts["zeros"], 1) + 1)
+    """Zero points are one less than what they mean, as AutoGPTQ's first format has it. One was taken of a word's
+    eight at once, so that a zero point of 0 borrowed from the next; adding them at once gives it back.
+    """
+    return _by_inputs(spec, parts, _nibbles(parts["codes"], 0), _nibbles(parts["zeros"] + 0x11111111, 1))
 
 
 def _awq(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
