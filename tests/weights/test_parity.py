@@ -139,6 +139,18 @@ def test_shards_are_found_in_their_files(plain: Callable[..., Any], tmp_path: Pa
     assert torch.equal(logits(model, prompt()), logits(plain("mixtral"), prompt()))
 
 
+def test_an_engine_that_keeps_no_kv_below_takes_a_model_whose_weights_lie_there(
+    checkpoints: Callable[..., Path], plain: Callable[..., Any]
+) -> None:
+    model = stowage.offload(checkpoints("llama"), weights="*=mapped", host_memory="1GiB")
+    params = stowage.SamplingParams(max_new_tokens=4, ignore_eos=True)
+    given = [prompt(30)[0].tolist()]
+    with stowage.Engine(model, stowage.Memory(kv_cache_memory="8MiB")) as engine:
+        (answer,) = engine.generate(given, params)
+    with stowage.Engine(plain("llama"), stowage.Memory(kv_cache_memory="8MiB")) as engine:
+        assert engine.generate(given, params)[0].token_ids == answer.token_ids
+
+
 def test_a_prefix_cache_and_an_engine_take_an_offloaded_model(checkpoints: Callable[..., Path]) -> None:
     """Both name what they keep after the weights: of weights that are away they must not read a name."""
     ids = prompt(200)

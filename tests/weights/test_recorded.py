@@ -206,6 +206,24 @@ def test_steps_that_fail_in_the_middle_leave_the_others_right(copied: Path, monk
 
 
 @needs_kernels
+@pytest.mark.parametrize("ended", ["changed", "closed"])
+def test_recorded_prompts_of_mapped_weights_answer_from_no_others(ended: str, copied: Path) -> None:
+    prompts, one = [[at, *range(20, 80)] for at in range(5, 15)], SamplingParams(max_new_tokens=1)
+    with Engine(copied, Memory(**SIZES, weights="*=mapped")) as engine:
+        for prompt in prompts:
+            engine.generate([prompt], one)
+        runner = engine.parts.runner
+        assert isinstance(runner, Runner) and runner.prompts is not None and engine.weights is not None
+        assert runner.prompts.counters.replayed_steps
+        if ended == "changed":
+            flip(copied)
+        else:
+            engine.weights.close()
+        with pytest.raises((CheckpointError, ModelError), match=ended):
+            engine.generate([list(range(30, 100))], one)
+
+
+@needs_kernels
 @pytest.mark.parametrize("rules", ["*=stream", "*=mapped"])
 def test_weights_that_were_closed_are_computed_with_no_more(rules: str, copied: Path) -> None:
     with Engine(copied, Memory(**SIZES, weights=rules)) as engine:

@@ -80,7 +80,7 @@ def left(memory: Memory, source: WeightSource | None, config: Any) -> Memory:
             f"{format_size(source.placement.host_bytes)}: nothing is left for KV. Give host_memory a larger "
             "size."
         )
-    changed: dict[str, Any] = {"host_memory": host_bytes}
+    changed: dict[str, Any] = {"host_memory": host_bytes} if memory.host_memory_bytes else {}
     if memory.kv_cache_memory == AUTO and memory.device_memory_bytes:
         taken_bytes = source.placement.device_bytes + activation_bytes(memory, config)
         changed["kv_cache_memory"] = memory.device_memory_bytes - taken_bytes

@@ -117,9 +117,11 @@ class CallBackend:
 
     def replay(self, recording: RecordedCalls, step: ModelStep) -> Tensor:
         """See ``ReplayBackend``. States that would be gathered are changed where they lie, if all calls can do that."""
-        if self._weights is None:
-            return self._made(recording, step)
-        return self._weights.again(partial(self._made, recording, step))
+        return self.again(partial(self._made, recording, step))
+
+    def again(self, made: Callable[[], Tensor]) -> Tensor:
+        """What ``made`` gives, which is a step of the model that was written down."""
+        return made() if self._weights is None else self._weights.again(made)
 
     def _made(self, recording: RecordedCalls, step: ModelStep) -> Tensor:
         if step.gathered and recording.in_place is not None:
