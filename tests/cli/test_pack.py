@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from stowage.demo import corpus
-from stowage.errors import ModelError
 from stowage.evaluation import calibration
-from stowage.evaluation.pack import Perplexity, refuse_lossy
+from stowage.evaluation import pack as packing
+from stowage.evaluation.pack import Perplexity
 from tests.cli.conftest import Stowage, invoke, own_log
 
 KEYS = {
@@ -138,14 +138,30 @@ def test_text_of_ones_own_and_none(call: Stowage, tiny_llama: Path, tmp_path: Pa
     )
 
 
-def test_a_packed_checkpoint_that_is_much_worse_is_removed(tmp_path: Path) -> None:
+def test_what_is_much_worse_or_was_not_scored_has_no_name(
+    call: Stowage, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks while it is scored, or after a kill then, finds no checkpoint of that name."""
+    out, text = tmp_path / "out", tmp_path / "text"
     for after, stays in ((20.9, True), (21.1, False), (float("nan"), False)):
-        directory = tmp_path / str(after)
-        directory.mkdir()
-        found = Perplexity("held-out text", 100, 20.0, after)
-        if stays:
-            refuse_lossy(directory, found)
-        else:
-            with pytest.raises(ModelError, match="--force"):
-                refuse_lossy(directory, found)
-        assert directory.exists() is stays
+        seen = []
+
+        def scored(models: tuple[str, str], *_: Any, after: float = after, seen: list[bool] = seen) -> Perplexity:
+            seen.append(out.exists() or not (Path(models[1]) / "config.json").exists())
+            return Perplexity("held-out text", 100, 20.0, after)
+
+        monkeypatch.setattr(packing, "perplexity", scored)
+        done = call("pack", tiny_llama, out)
+        assert seen == [False]
+        assert (done.exit_code == 0, out.exists()) == (stays, stays), done.output
+        assert stays or "--force" in done.stderr
+        forced = call("pack", tiny_llama, tmp_path / "forced", "--force")
+        assert forced.exit_code == 0, forced.output
+        for made in (out, tmp_path / "forced"):
+            shutil.rmtree(made, ignore_errors=True)
+    monkeypatch.undo()
+    text.write_text("a")
+    done = call("pack", tiny_llama, out, "--eval", text)
+    assert "too short" in done.stderr
+    assert done.exit_code != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]

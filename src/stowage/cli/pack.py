@@ -49,7 +49,7 @@ def pack(
 
     The directory loads like any other checkpoint, with fewer bytes to read and to keep. It is another model, whose
     answers differ: perplexity is measured with both, under --device-memory and --host-memory if they are
-    given, and a checkpoint that is more than 5 % worse is removed again unless --force keeps it. In fewer than 8
+    given, and a checkpoint that is more than 5 % worse is not kept unless --force says so. In fewer than 8
     bits matrices are fitted to what they read in a text that comes with Stowage and, before it, in the second half of
     --eval, which is not scored then. With --lossless it is the same model, to the bit, in about 0.67 of its bytes.
     """
@@ -85,7 +85,7 @@ def pack(
             raise ConfigError(f"{model} has no tokenizer, so {text} cannot be scored: leave --eval out.")
         note(f"{model} has no tokenizer, so its perplexity is not measured.")
         eval_tokens = 0
-    found = None
+    found: Perplexity | None = None
     fit: Callable[[Path], Fitted] | None = None
     with progress_bars(not json) as progress:
         if reads and weights != "int8":
@@ -97,11 +97,15 @@ def pack(
             size = _BITS_USUAL if bits is None else bits
             form = size if weights == pack.MIXED else pack.form_name(weights, group or _GROUP_USUAL)
             fit = lambda part: calibration.fit(model, limits, read, form, part, progress)  # noqa: E731
-        written = pack.pack(model, directory, weights, group or _GROUP_USUAL, progress, fit)
-        if eval_tokens:
-            found = pack.perplexity((model, str(directory)), memory, scored, name, eval_tokens, progress)
-    if found is not None and not force:
-        pack.refuse_lossy(directory, found)
+
+        def judge(part: Path) -> None:
+            nonlocal found
+            if eval_tokens:
+                found = pack.perplexity((model, str(part)), memory, scored, name, eval_tokens, progress)
+                if not force:
+                    pack.refuse_lossy(directory, found)
+
+        written = pack.pack(model, directory, weights, group or _GROUP_USUAL, progress, fit, judge)
     if json:
         print_json(written.as_json() | {"perplexity": found.as_json() if found else None})
     else:

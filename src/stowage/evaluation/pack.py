@@ -1,8 +1,8 @@
 """``stowage pack``: a checkpoint with its weights in fewer bits, written once, and what that costs in perplexity.
 
-Owns the directory: it appears under its name when it is whole, and was loaded and computed with; until then it is
-called ``NAME.part``, and its config.json, without which nothing loads it, is written last. A part that a killed process
-left is removed by the next one that packs there.
+Owns the directory: it appears under its name when it is whole, was loaded and computed with, and was found to be good
+enough; until then it is called ``NAME.part``, and its config.json, without which nothing loads it, is written last. A
+part that a killed process left is removed by the next one that packs there.
 """
 
 from __future__ import annotations
@@ -105,12 +105,15 @@ def pack(
     group: int = 32,
     progress: Progress = lambda _what, _done, _all: None,
     fit: Callable[[Path], Fitted] | None = None,
+    judge: Callable[[Path], None] = lambda _part: None,
 ) -> Packed:
     """Write ``model`` to ``directory``, which is new, with its matrices as ``form`` (int4: in groups of ``group``).
     ``fit``: gives those that are fitted to text, and what form each of them has; its bytes lie in the directory that
-    it is given meanwhile. Without it ``mixed`` is int4 in groups of 64.
+    it is given meanwhile. Without it ``mixed`` is int4 in groups of 64. ``judge`` is given what was written before it
+    has its name; nothing of it stays if that raises.
 
-    Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError, and what ``fit`` raises.
+    Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError, and what ``fit`` and
+    ``judge`` raise.
     """
     if form not in WEIGHTS:
         raise ConfigError(f"--weights {form} is unknown; choose one of: {', '.join(WEIGHTS)}.")
@@ -127,18 +130,19 @@ def pack(
 
     otherwise = form_name(form, group)
     build = partial(loading.load_model, source, text, "auto", {})
-    with _part(directory) as part, contextlib.ExitStack() as done:
-        fitted = None if fit is None else fit(part)
-        if fitted is not None:
-            done.callback(fitted.close)
-
-        def packed(target: Target, values: Tensor) -> tuple[Form, Tensor]:
+    with _part(directory) as part:
+        with contextlib.ExitStack() as done:
+            fitted = None if fit is None else fit(part)
             if fitted is not None:
-                return fitted.packed(target, values, otherwise)
-            plain = target.form(otherwise)
-            return plain, target.pack(values, plain)
+                done.callback(fitted.close)
 
-        written = writer.write(files, build, part / FILE, packed, partial(progress, "packing"))
+            def packed(target: Target, values: Tensor) -> tuple[Form, Tensor]:
+                if fitted is not None:
+                    return fitted.packed(target, values, otherwise)
+                plain = target.form(otherwise)
+                return plain, target.pack(values, plain)
+
+            written = writer.write(files, build, part / FILE, packed, partial(progress, "packing"))
         for path in sorted(source.iterdir()):
             if path.is_file() and _is_copied(path.name):
                 shutil.copyfile(path, part / path.name)
@@ -146,6 +150,7 @@ def pack(
         progress("checking", 0, 1)
         _prove(part)
         progress("checking", 1, 1)
+        judge(part)
         (part / _LOCK).unlink()
         os.rename(part, directory)
     before = sum(path.stat().st_size for path in files)
@@ -293,13 +298,12 @@ def _prove(part: Path) -> None:
 
 
 def refuse_lossy(directory: Path, found: Perplexity) -> None:
-    """Remove the packed checkpoint, and raise ModelError, where perplexity has grown by more than 5 %."""
+    """Raises ModelError where perplexity has grown by more than 5 %."""
     if found.after <= _GROWTH_MOST * found.before:
         return
-    shutil.rmtree(directory, ignore_errors=True)
     raise ModelError(
         f"packed, the perplexity of {found.text} grows from {found.before:.2f} to {found.after:.2f} "
-        f"({found.after / found.before - 1:+.1%}), by more than {_GROWTH_MOST - 1:.0%}: {directory} was removed. "
+        f"({found.after / found.before - 1:+.1%}), by more than {_GROWTH_MOST - 1:.0%}: {directory} was not written. "
         "Take --weights int8, mixed with more --bits, or keep it with --force."
     )
 
