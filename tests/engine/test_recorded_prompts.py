@@ -121,6 +121,7 @@ def changing(x: Tensor) -> Tensor:
         (lambda x: x * 2 + TABLE[: len(x)], "more of a constant"),
         (lambda x: F.linear(TABLE[: len(x)], WEIGHT) + 1, "more of a constant"),
         (lambda x: lasting(TABLE, torch.arange(20 - len(x))) * 2 + 1, "less memory"),
+        (lambda x: torch.cat((x, x[:1].expand(16 - len(x), 8)))[: len(x)] * 2, "less of something"),
         (seen, "no call"),
     ],
 )
@@ -244,6 +245,26 @@ def test_a_model_that_does_something_else_in_longer_prompts_computes_them() -> N
         found = recorded_of(engine)
         assert not found.recorded and found.counters.replayed_steps == 0
         assert found.why == "the same calls gave something else"
+        assert ask(engine, 60)[0].token_ids == expected
+
+
+def test_a_model_that_fills_its_rows_up_computes_them() -> None:
+    """The parts that are written down take as much room, in which longer ones have none."""
+    with Engine(tiny_models.build("llama"), memory()) as engine:
+        mlp = engine.model.model.layers[0].mlp
+        own = mlp.forward
+
+        def filled(x: Tensor) -> Tensor:
+            room = x.new_zeros(1, -(-x.shape[1] // 16) * 16, x.shape[2])
+            room[:, : x.shape[1]] = x
+            return own(room)[:, : x.shape[1]]
+
+        mlp.forward = filled
+        expected = ask(engine, 60)[0].token_ids
+        for length in range(70, 150, 10):
+            ask(engine, length)
+        found = recorded_of(engine)
+        assert not found.recorded and found.why.startswith("the same calls fail")
         assert ask(engine, 60)[0].token_ids == expected
 
 

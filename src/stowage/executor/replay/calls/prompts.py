@@ -91,7 +91,10 @@ class _PromptBackend:
                 rows.append(len(part.given[0]))
         found = for_any_rows(sketches, rows)
         with step.part(_TRIED) as part:
-            replayed = self._calls.again(partial(found.replay, part.given))
+            try:
+                replayed = self._calls.again(partial(found.replay, part.given))
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise CaptureError(f"the same calls fail with {_TRIED} tokens: {error}") from error
             if not torch.equal(replayed, self._calls.plain(part)):
                 raise CaptureError("the same calls gave something else")
         return found, None

@@ -139,6 +139,7 @@ class _Lines:
         if type(first) in (int, array):
             _check(type(first) is int or _alike([len(one) for one in found]), "other programs")
             begin, per_row = self._line(np.array(found))
+            _check(bool((per_row >= 0).all()), "less of something")  # with enough rows it has less than nothing
             if not per_row.any():
                 return first
             return _Varying(lambda rows: begin + per_row * rows if begin.ndim else int(begin + per_row * rows))
