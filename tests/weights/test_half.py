@@ -17,8 +17,10 @@ import stowage
 from stowage.testing import tiny_models
 from stowage.weights import grouping
 from stowage.weights.placement import Delivery
+from tests.weights import published_files
 from tests.weights.conftest import bytes_of, logits, prompt
 from tests.weights.test_parity import FAMILIES
+from tests.weights.test_published import METHODS
 
 LEFT_OUT = {
     "rwkv": "uses weights of modules that it does not call",
@@ -112,3 +114,15 @@ def test_a_type_may_be_torchs_and_what_is_said_otherwise_is_told(checkpoints: Ca
         stowage.offload(directory, weights="*=stream", **asked)
     with pytest.raises(stowage.ConfigError, match="Leave it out"):
         stowage.offload(directory, weights="*=stream", device_map="auto")
+
+
+@pytest.mark.parametrize("name", ["device_memry", "config", "output_loading_info"])
+def test_what_transformers_does_not_take_is_told_by_its_name(
+    name: str, checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    published, _ = published_files.write("llama", tmp_path, *METHODS["int4-32"][1:])
+    for source in (checkpoints("llama"), published):
+        with pytest.raises(stowage.ConfigError, match=rf"^{name}='3GiB' cannot be given: .*Leave it out, or correct"):
+            stowage.offload(source, weights="*=stream", **{name: "3GiB"})
+    with pytest.raises(stowage.ConfigError, match="give one of them"):
+        stowage.offload(published, weights="*=stream", dtype="float16", torch_dtype="bfloat16")

@@ -151,6 +151,28 @@ def test_experts_of_no_whole_pages_are_cached_with_gaps_between(tmp_path: Path) 
     model.stowage.close()
 
 
+@pytest.mark.parametrize("name", ["fp8", "int4-32"])
+def test_it_is_run_in_another_type_which_the_model_says_it_has(name: str, tmp_path: Path) -> None:
+    """Transformers says the type of the first parameter: a code of 8 bits, or a scale."""
+    published, plain = files.write("llama", tmp_path, *METHODS[name][1:])
+    model, values = loading.load(published, "float32").model, loading.load(plain, "float32").model
+    assert model.dtype is model.model.dtype is torch.float32
+    assert type(model).__name__ == "LlamaForCausalLM"
+    for path, layer in model.named_modules():
+        if isinstance(layer, BlockLinear):
+            values.get_submodule(path).weight.data = layer.weight
+    values.save_pretrained(tmp_path / "values")
+    asked = [prompt(length, length)[0].tolist() for length in (70, 3, 40)]
+    answers = []
+    for source in (tmp_path / "values", published):
+        with Engine(source, Memory(kv_cache_memory="8MiB"), dtype="float32") as engine:
+            answers.append([(a.token_ids, a.logprobs) for a in engine.generate(list(asked), GREEDY)])
+    assert answers[0] == answers[1]
+    offloaded = stowage.offload(published, weights="*=stream", torch_dtype=torch.float32)
+    assert torch.equal(logits(offloaded, prompt()), logits(model, prompt()))
+    offloaded.stowage.close()
+
+
 @pytest.mark.parametrize("name", ["fp8", "mixtral-fp8", "gpt_oss-mxfp4"])
 def test_transformers_makes_the_same_numbers_of_it(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stowage.config.wording import shown_value
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models import compat, identity, layout
 from stowage.models.directory import config_of, load_tokenizer, part_of
@@ -290,6 +291,9 @@ def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str
                 output_loading_info=True,
                 **options,
             )
+    except TypeError as error:
+        _refuse_options(options, error)
+        raise
     except (ValueError, OSError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise CheckpointError(f"Transformers could not load {directory}: {error}") from error
     _refuse_incomplete(directory, part, model, report, strict=bool(modules.marked(part.config)))
@@ -316,11 +320,26 @@ def load_planned(path: Path, part: TextPart, plan: Plan, dtype: str, options: Ma
             output_loading_info=True,
             **options,
         )
+    except TypeError as error:
+        _refuse_options(options, error)
+        raise
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"Transformers could not load {path}: {error}") from error
     _refuse_incomplete(path, part, model, report, strict=True)
     del model.config.quantization_config
-    return as_plain(model, part).eval()
+    model = as_plain(model, part).eval()
+    published.computes_in(model, getattr(torch, dtype))
+    return model
+
+
+def _refuse_options(options: Mapping[str, Any], error: TypeError) -> None:
+    """Raises ConfigError where ``error`` names one of ``options``: Transformers does not take it, or it is given."""
+    named = [name for name in options if f"'{name}'" in str(error)]
+    if named:
+        raise ConfigError(
+            f"{named[0]}={shown_value(options[named[0]])} cannot be given: Transformers answers "
+            f"{str(error).rpartition('.')[2]!r}. Leave it out, or correct its name."
+        ) from error
 
 
 def _refuse_incomplete(directory: Path, part: TextPart, model: Any, report: Any, *, strict: bool) -> None:

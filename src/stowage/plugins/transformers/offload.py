@@ -62,6 +62,10 @@ def offload(
     CheckpointError, StorageError, UnsupportedModelError.
     """
     arguments.checkpoint("model", model)
+    if "torch_dtype" in options:  # as from_pretrained() called it, and still takes it
+        if dtype != "auto":
+            raise ConfigError("dtype and torch_dtype are the same: give one of them.")
+        dtype = options.pop("torch_dtype")
     if type(dtype).__name__ == "dtype":  # torch.bfloat16
         dtype = str(dtype).removeprefix("torch.")
     for name, value in (("disk", disk), ("dtype", dtype), ("device", device)):

@@ -7,6 +7,7 @@ it is needed. Nothing is converted, and nothing is written.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from stowage.weights.away import absent
 from stowage.weights.checkpoint import Checkpoint, Span, read_segments
@@ -25,7 +27,7 @@ from stowage.weights.quantized.formats import Spec, dequantized
 from stowage.weights.quantized.stacks import Stacking, put_stacks
 from stowage.weights.resident import ResidentMemory
 
-__all__ = ["METHOD", "Kept", "Part", "Plan", "fill", "mark"]
+__all__ = ["METHOD", "Kept", "Part", "Plan", "computes_in", "fill", "mark"]
 
 METHOD: Final = "stowage_published"
 """What ``quantization_config`` calls it, while such a model is built."""
@@ -160,6 +162,22 @@ def fill(model: Any, files: Sequence[Path], spans: Mapping[str, Sequence[Span]],
                 parameter.data = read_segments(segments[name], memory.empty(parameter.shape, parameter.dtype))
     finally:
         checkpoint.close()
+
+
+def computes_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let ``model`` say that its type is ``dtype``. Transformers says that of the first parameter, which may be a code
+    or a scale.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.dtype is not dtype:
+            plain: Any = type(module)
+            module.__class__ = _computing_in(plain, dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _computing_in(plain: Any, dtype: torch.dtype) -> Any:
+    members = {"dtype": property(lambda _self: dtype), "__module__": plain.__module__, "__doc__": plain.__doc__}
+    return type(plain.__name__, (plain,), members)
 
 
 def replace(model: Any, plan: Plan, dtype: torch.dtype) -> None:
