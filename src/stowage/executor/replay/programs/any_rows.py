@@ -1,9 +1,9 @@
 """One list of calls and programs for steps of any number of rows, out of such steps of a few numbers.
 
-    rows                       7        11        14             any
-    rows of a linear layer     7        11        14             1 per row
-    a buffer's offset     12,672    18,816    23,424             1,920, and 1,536 per row
-    a view's shape      (1, 7, 64) (1, 11, 64) (1, 14, 64)       (1, 1 per row, 64)
+    rows                       7          11          13      any
+    rows of a linear layer     7          11          13      1 per row
+    a buffer's offset     12,672      18,816      21,888      1,920, and 1,536 per row
+    a view's shape    (1, 7, 64) (1, 11, 64) (1, 13, 64)      (1, 1 per row, 64)
 
 Owns that comparison. The steps must make the same calls, and every number in them must lie on a line: what grows
 otherwise, as a square of the rows does, is refused, and so is what reads more of a tensor that does not grow.
