@@ -268,6 +268,27 @@ def test_a_model_that_fills_its_rows_up_computes_them() -> None:
         assert ask(engine, 60)[0].token_ids == expected
 
 
+def test_hooks_that_come_later_are_called_as_long_as_they_are_there() -> None:
+    with Engine(tiny_models.build("llama"), memory()) as engine:
+        for length in range(60, 70):
+            ask(engine, length)
+        runner, rows = engine.parts.runner, []
+        assert isinstance(runner, Runner) and runner.steps is not None
+        caches = runner.steps, recorded_of(engine)
+        before = [cache.counters.replayed_steps for cache in caches]
+        assert all(before)
+        handle = engine.model.model.layers[0].mlp.register_forward_hook(
+            lambda module, args, out: rows.append(out.shape[1])
+        )
+        ask(engine, 80)
+        assert rows == [80, 1, 1]
+        assert [cache.counters.replayed_steps for cache in caches] == before
+        handle.remove()
+        ask(engine, 90)
+        assert len(rows) == 3
+        assert all(cache.counters.replayed_steps > count for cache, count in zip(caches, before, strict=True))
+
+
 def test_where_bits_may_depend_on_the_batch_nothing_is_written_down() -> None:
     with Engine(tiny_models.build("llama"), memory(), batch_dependent=True) as engine:
         for length in range(60, 70):

@@ -272,9 +272,10 @@ def test_hooks_of_others_keep_a_model_as_it_is_written(copied: Path) -> None:
         handle = engine.model.model.layers[0].register_forward_hook(lambda *_: called.append(1))
         answers(engine)
         steps = steps_of(engine)
-        assert steps is not None and "hooks" in steps.why and not steps.counters.replayed_steps
-        assert len(called) >= steps.counters.plain_steps
+        assert steps is not None and called and not steps.counters.replayed_steps
         handle.remove()
+        answers(engine)
+        assert steps.counters.replayed_steps and not steps.why
 
 
 @needs_kernels

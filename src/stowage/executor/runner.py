@@ -32,6 +32,7 @@ from stowage.executor.paged_cache import PagedCache
 from stowage.executor.replay.backend import StepShape
 from stowage.executor.replay.cache import ReplayCache
 from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps, recorded_steps
+from stowage.executor.replay.calls.hooks import Hooks
 from stowage.executor.replay.calls.prompts import LEAST, PromptStep, recorded_prompts
 from stowage.executor.replay.graphs.backend import GraphBackend, Graphs, rules
 from stowage.executor.replay.graphs.recorder import Recorder
@@ -92,6 +93,7 @@ class Runner:
         elif self._piece_tokens:  # one shape has one way to be computed: the quickest
             self._mode_of_pieces = mode_of(model, exact=False, int8=int8) or nullcontext()
         again = self._kernels and (weights is None or not weights.crosses)  # a list of calls waits for no copy
+        self._hooks = Hooks(model, weights)
         self.steps: RecordedSteps | None = recorded_steps(model, mode, weights) if again else None
         own_bits = self._exact and not self._piece_tokens and self._recurrent is None and layout.ragged
         same_weights = weights is None or not weights.moving
@@ -171,6 +173,11 @@ class Runner:
     @property
     def _adapted(self) -> bool:
         return self.adapters is not None and self.adapters.active is not None
+
+    @property
+    def _as_written(self) -> bool:
+        """Whether there is more in the model now than lists of its calls know of."""
+        return self._adapted or self._hooks.there
 
     def _run(self, work: Sequence[Work]) -> list[Tensor]:
         found: dict[int, Tensor] = {}
@@ -263,9 +270,9 @@ class Runner:
         try:
             if not singles:
                 plain = partial(self._by_model, forward, bound, self._mode_of_pieces)
-                recorded = self.prompts if prompt is not None and not self._adapted else None
+                recorded = self.prompts if prompt is not None and not self._as_written else None
                 return plain() if recorded is None or prompt is None else recorded.run(prompt, plain)
-            if self.steps is None or self._adapted:
+            if self.steps is None or self._as_written:
                 return self._by_model(forward, bound, self._mode)
             assert not isinstance(states, Tensor), "graphs name states on the device"
             one = ModelStep(given, forward, bound, partial(self._cache.rows_of, states), gathered=batched)

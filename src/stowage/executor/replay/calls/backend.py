@@ -26,6 +26,7 @@ from stowage.executor.fused.recurrent_kernels import StateRows
 from stowage.executor.replay.backend import CaptureError, StepShape
 from stowage.executor.replay.cache import ReplayCache, Rules
 from stowage.executor.replay.calls.call_list import RecordedCalls, WrittenStep, listed
+from stowage.executor.replay.calls.hooks import Hooks
 from stowage.executor.replay.calls.position_tables import PositionTables
 from stowage.executor.replay.calls.recording import recorded
 from stowage.executor.replay.programs.program import Arena
@@ -79,6 +80,7 @@ class CallBackend:
         self._model = model
         self._mode = mode
         self._weights = weights
+        self._hooks = Hooks(model, weights)
         self.arena = Arena()
         """What programs work in."""
         self._tables = PositionTables()
@@ -99,8 +101,7 @@ class CallBackend:
 
     def written(self, step: ModelStep) -> tuple[Tensor, WrittenStep]:
         """The logits of ``step``, and the calls that it takes. Raises ``CaptureError``."""
-        own = self._weights.hooks if self._weights is not None else frozenset()
-        if any({*m._forward_hooks, *m._forward_pre_hooks} - own for m in self._model.modules()):
+        if self._hooks.there:
             raise CaptureError("its modules have hooks")
         moving = {id(one) for one in self._weights.moving} if self._weights is not None else ()
         kept = [one for one in (*self._model.parameters(), *self._model.buffers()) if id(one) not in moving]
