@@ -13,6 +13,7 @@ from stowage import BudgetError, ConfigError, Engine, Memory, SamplingParams
 from stowage.cache import cost_model
 from stowage.engine.memory_budget import activation_bytes
 from stowage.engine.placement_report import placement, weights_bytes
+from stowage.testing import tiny_models
 from tests.weights.conftest import bytes_of
 
 FAMILIES = ("llama", "gemma3", "mixtral", "nemotron_h", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
@@ -162,3 +163,20 @@ def test_a_budget_for_the_device_alone_fits_the_kv_pool(
         assert engine.weights is not None and engine.weights.placement.device_bytes < whole
         pools = sum(pool.nbytes for pool in engine.parts.pools)
         assert pools + engine.weights.placement.device_bytes <= tight and pools > tight // 4 - (1 << 16)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_norms_that_come_and_go_are_summed_as_those_that_stay(family: str, tmp_path: Path) -> None:
+    """Norms of more than 16 KiB are delivered with their layer: of 8,192 inputs and more in bfloat16, 4,096 in float32.
+    Those of these sizes are here, and two ways to sum squares differ in last bits.
+    """
+    source = tiny_models.write(family, tmp_path / family, tiny_models.TinySize(hidden=256, layers=2))
+    scored = SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+    said = []
+    for weights in ("auto", "*=stream", "*=mapped"):
+        with Engine(source, Memory(kv_cache_memory="16MiB", host_memory="64MiB", weights=weights)) as engine:
+            said.append(
+                [(a.prompt_logprobs, a.logprobs) for a in engine.generate([tokens(90, 1), tokens(7, 2)], scored)]
+            )
+    assert said[1] == said[0]
+    assert said[2] == said[0]
