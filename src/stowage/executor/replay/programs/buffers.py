@@ -66,6 +66,16 @@ class Buffer:
         self.last = max(self.last, at)
 
 
+class Place(NamedTuple):
+    """Where a tensor begins in a buffer, and its form."""
+
+    buffer: Buffer
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Address(NamedTuple):
     """An address: so many bytes from a buffer's beginning."""
 
@@ -89,6 +99,7 @@ class Buffers:
     _of_storage: dict[int, Buffer] = field(default_factory=dict)
     _index_of: dict[int, int] = field(default_factory=dict)
     _states: set[int] = field(default_factory=set)
+    _places: dict[int, Place] | None = None
 
     def __post_init__(self) -> None:
         for index, value in self.step.objects.items():
@@ -105,10 +116,31 @@ class Buffers:
         """Where it lies, if that is known."""
         return self._of_storage.get(_storage(tensor))
 
-    def lies_in(self, index: int) -> Buffer | None:
-        """The same of a value; ``None`` also if it is no tensor."""
+    def place(self, index: int) -> Place | None:
+        """Where a value lies, if it is a tensor and that is known."""
+        if self._places is not None:
+            return self._places.get(index)
         value = self.step.objects.get(index)
-        return self.buffer(value) if isinstance(value, Tensor) else None
+        if not isinstance(value, Tensor) or (buffer := self.buffer(value)) is None:
+            return None
+        return Place(buffer, begin_of(value) - buffer.address, tuple(value.shape), value.stride(), value.dtype)
+
+    def lies_in(self, index: int) -> Buffer | None:
+        """The buffer of a value, if that is known."""
+        place = self.place(index)
+        return None if place is None else place.buffer
+
+    def let_go(self) -> None:
+        """Keep where tensors lie, and none of them but constants: those of all layers take much more than a step does.
+        Nothing more is asked of calls then.
+        """
+        places = {index: self.place(index) for index in self.step.objects}
+        self._places = {index: place for index, place in places.items() if place is not None}
+        for buffer in self._all:
+            if buffer.kind != CONSTANT and (own := buffer.tensor) is not None:
+                buffer.tensor = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
+        self._of_storage.clear()
+        self.step.objects.clear()
 
     def is_ours(self, value: Any) -> bool:
         """Whether it is a tensor that a program may read: of numbers, and no state, which is elsewhere in each step."""

@@ -35,7 +35,6 @@ from stowage.executor.replay.programs.buffers import (
     Buffer,
     Buffers,
     Size,
-    begin_of,
 )
 from stowage.executor.replay.programs.fusion import fused
 from stowage.executor.replay.programs.operations import operations
@@ -91,7 +90,9 @@ def sketched(step: WrittenStep, arena: Arena, *, any_rows: bool = False) -> Sket
     result = buffers.lies_in(step.result)
     if result is not None and result.kind == ARENA:
         result.kind = RESULT
-    return Sketch(step, buffers, paging, taken, _needed(step, buffers, taken))
+    needed = _needed(step, buffers, taken)
+    buffers.let_go()
+    return Sketch(step, buffers, paging, taken, needed)
 
 
 def _taken(buffers: Buffers, paging: Paging, call: WrittenCall) -> list[Operation] | None:
@@ -188,11 +189,10 @@ class Writer:
 
     def _in_arena(self, index: int) -> View | None:
         """The value ``index``, if it lies there."""
-        buffer, tensor = self._buffers.lies_in(index), self._step.objects.get(index)
-        if buffer is None or buffer.kind != ARENA or not isinstance(tensor, Tensor):
+        place = self._buffers.place(index)
+        if place is None or place.buffer.kind != ARENA:
             return None
-        begin = buffer.offset.at(self._rows) + begin_of(tensor) - buffer.address
-        return View(begin, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return View(place.buffer.offset.at(self._rows) + place.offset, place.shape, place.strides, place.dtype)
 
     def written(self) -> WrittenStep:
         """The step as it is made from now on."""
