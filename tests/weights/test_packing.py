@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -17,7 +18,7 @@ import torch
 
 import stowage
 from stowage import CheckpointError, ConfigError, UnsupportedModelError
-from stowage.errors import DirectoryError
+from stowage.errors import DirectoryError, StorageError
 from stowage.evaluation import pack as packing
 from stowage.models import loading
 from stowage.testing import tiny_models
@@ -157,3 +158,19 @@ def test_what_no_packing_left_is_never_removed(checkpoints: Callable[..., Path],
     (own / "odd").rmdir()
     packing.pack(str(checkpoints("llama")), tmp_path / "out", "int8")
     assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("form", ["int8", "lossless"])
+def test_a_full_disk_is_told_as_one(
+    form: str, checkpoints: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as a checkpoint that cannot be read: Transformers is loading when packed weights are written."""
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    source, out = str(checkpoints("mixtral")), tmp_path / "out"
+    with pytest.raises(StorageError, match=r"out.part does not take the packed weights: No space left"):
+        packing.pack_lossless(source, out) if form == "lossless" else packing.pack(source, out, form)
+    assert list(tmp_path.iterdir()) == []

@@ -82,7 +82,7 @@ def write(
             os.close(writing.fd)
         return writing.written
     except OSError as error:
-        raise StorageError(f"{path.parent} does not take the packed weights: {error.strerror or error}.") from error
+        raise StorageError(_full(path, error)) from error
     finally:
         checkpoint.close()
 
@@ -97,7 +97,7 @@ class _Writing(Building):
     ) -> None:
         super().__init__(checkpoint)
         self.written = Written({})
-        self._pack, self._progress = pack, progress
+        self._path, self._pack, self._progress = path, pack, progress
         self._targets: dict[str, Target] = {}
         self._wanted: set[str] = set()
         self._all = 0
@@ -127,7 +127,10 @@ class _Writing(Building):
                 f"{path} is a {type(values).__name__}, no plain tensor: the checkpoint is quantised already. Pack the "
                 "original that it was made from."
             )
-        self._take(path, values)
+        try:
+            self._take(path, values)
+        except OSError as error:  # Transformers calls this, and would be told that it could not read
+            raise StorageError(_full(self._path, error)) from error
         nothing = torch.zeros(1, dtype=values.dtype).expand(values.shape)
         return nn.Parameter(nothing, requires_grad=False)
 
@@ -185,6 +188,10 @@ class _Writing(Building):
         offsets = [self._end, self._end + values.nbytes]
         self._entries[name] = {"dtype": DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": offsets}
         self._end += values.nbytes
+
+
+def _full(path: Path, error: OSError) -> str:
+    return f"{path.parent} does not take the packed weights: {error.strerror or error}."
 
 
 def write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
