@@ -289,6 +289,17 @@ def test_hooks_that_come_later_are_called_as_long_as_they_are_there() -> None:
         assert all(cache.counters.replayed_steps > count for cache, count in zip(caches, before, strict=True))
 
 
+def test_code_of_others_may_do_something_else_in_long_prompts() -> None:
+    model = tiny_models.build("llama")
+    assert prompts.is_known(model)
+    model.model.layers[1].mlp.__class__ = type("Mine", (type(model.model.layers[1].mlp),), {"__module__": "mine"})
+    assert not prompts.is_known(model)
+    with Engine(model, memory()) as engine:
+        ask(engine, 60)
+        runner = engine.parts.runner
+        assert isinstance(runner, Runner) and runner.prompts is None and runner.steps is not None
+
+
 def test_where_bits_may_depend_on_the_batch_nothing_is_written_down() -> None:
     with Engine(tiny_models.build("llama"), memory(), batch_dependent=True) as engine:
         for length in range(60, 70):

@@ -33,7 +33,7 @@ from stowage.executor.replay.backend import StepShape
 from stowage.executor.replay.cache import ReplayCache
 from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps, recorded_steps
 from stowage.executor.replay.calls.hooks import Hooks
-from stowage.executor.replay.calls.prompts import LEAST, PromptStep, recorded_prompts
+from stowage.executor.replay.calls.prompts import LEAST, PromptStep, is_known, recorded_prompts
 from stowage.executor.replay.graphs.backend import GraphBackend, Graphs, rules
 from stowage.executor.replay.graphs.recorder import Recorder
 from stowage.executor.static_steps import Inputs, StaticSteps
@@ -97,7 +97,8 @@ class Runner:
         self.steps: RecordedSteps | None = recorded_steps(model, mode, weights) if again else None
         own_bits = self._exact and not self._piece_tokens and self._recurrent is None and layout.ragged
         same_weights = weights is None or not weights.moving
-        self.prompts = recorded_prompts(self.steps) if self.steps is not None and own_bits and same_weights else None
+        again = own_bits and same_weights and is_known(model)
+        self.prompts = recorded_prompts(self.steps) if self.steps is not None and again else None
         self.graphs: Graphs | None = None
         self.adapters: Adapters | None = None
         """Of the model: sequences of each are computed by themselves, step by step as the model is written."""

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stowage.executor.fused.recurrent_kernels import StateRows
 from stowage.executor.replay.backend import CaptureError, StepShape
@@ -29,10 +29,11 @@ from stowage.executor.replay.calls.backend import CallBackend, ModelStep, Record
 from stowage.executor.replay.programs.any_rows import RecordedRows, for_any_rows
 from stowage.executor.replay.programs.writer import sketched
 
-__all__ = ["LEAST", "PromptStep", "RecordedPrompts", "recorded_prompts"]
+__all__ = ["LEAST", "PromptStep", "RecordedPrompts", "is_known", "recorded_prompts"]
 
 _WRITTEN: Final = (7, 11, 13)
 _TRIED: Final = 40
+_KNOWN: Final = frozenset({"transformers", "torch", "stowage"})
 LEAST: Final = _TRIED
 """So many tokens the longest run of a step must have, so that its parts can be written down and tried."""
 
@@ -112,6 +113,13 @@ class _PromptBackend:
 
 
 RecordedPrompts = ReplayCache[PromptStep, RecordedRows]
+
+
+def is_known(model: nn.Module) -> bool:
+    """Whether it is made of classes of which it is known that they do the same for any number of tokens: code of users
+    may do something else for more than are tried.
+    """
+    return all(type(module).__module__.partition(".")[0] in _KNOWN for module in model.modules())
 
 
 def recorded_prompts(steps: RecordedSteps) -> RecordedPrompts:
