@@ -96,9 +96,8 @@ class Runner:
         self._hooks = Hooks(model, weights)
         self.steps: RecordedSteps | None = recorded_steps(model, mode, weights) if again else None
         own_bits = self._exact and not self._piece_tokens and self._recurrent is None and layout.ragged
-        same_weights = weights is None or not weights.moving
-        again = own_bits and same_weights and is_known(model)
-        self.prompts = recorded_prompts(self.steps) if self.steps is not None and again else None
+        stays = is_known(model) and (weights is None or not weights.moving)
+        self.prompts = recorded_prompts(self.steps) if self.steps is not None and own_bits and stays else None
         self.graphs: Graphs | None = None
         self.adapters: Adapters | None = None
         """Of the model: sequences of each are computed by themselves, step by step as the model is written."""

@@ -322,27 +322,19 @@ static int coded_in_parts(const Linear *job, int64_t begin, int64_t end, int64_t
     return there;
 }
 
+/* Those outputs in bfloat16, in rows so many bytes apart. */
+static void coded_lay_out(const Linear *job, int64_t first, int64_t wide, char *to, int64_t stride)
+{
+    for (int64_t n = 0; n < wide; n += CODED_STEP)
+        coded_fill(job, first + n, wide - n < CODED_STEP ? wide - n : CODED_STEP, (uint16_t *)(to + n * stride), stride / 2);
+}
+
 /* Outputs [begin, end) of many rows, which `multiply` does with weights in bfloat16. */
 static int coded_many(const Linear *job, int64_t begin, int64_t end, void (*multiply)(const Linear *, int64_t, int64_t))
 {
-    int64_t stride = (job->inputs + 31) / 32 * 32 + 32, most = CODED_BYTES / 2 / stride;
+    int64_t most = CODED_BYTES / 2 / laid_stride(job);
     most = most > HALVES_PANEL ? HALVES_PANEL : most > CODED_STEP ? most / CODED_STEP * CODED_STEP : CODED_STEP;
-    uint16_t *laid = aligned_alloc(64, (size_t)(most * stride * 2));
-    if (laid == NULL)
-        return 0;
-    for (int64_t first = begin; first < end; first += most) {
-        int64_t wide = end - first < most ? end - first : most;
-        for (int64_t n = 0; n < wide; n += CODED_STEP)
-            coded_fill(job, first + n, wide - n < CODED_STEP ? wide - n : CODED_STEP, laid + n * stride, stride);
-        Linear plain = *job;
-        plain.format = PLAIN;
-        plain.w = laid;
-        plain.w_row = stride;
-        plain.y = (char *)job->y + first * (job->narrow ? 2 : 4);
-        multiply(&plain, 0, wide);
-    }
-    free(laid);
-    return 1;
+    return multiply_laid(job, begin, end, 2, most, coded_lay_out, multiply);
 }
 
 /* Outputs [begin, end) of all rows; 0: there is no memory for it. `multiply` does it with weights in bfloat16. */

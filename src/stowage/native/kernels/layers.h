@@ -17,24 +17,9 @@ typedef struct {
 /* Outputs [begin, end) of a matrix whose inputs come first; 0: there is no memory for it. `work` does it with others. */
 static int multiply_transposed(const Linear *job, int64_t begin, int64_t end, void (*work)(const Linear *, int64_t, int64_t))
 {
-    int64_t size = job->form == FLOAT32 ? 4 : 2, stride = (job->inputs + 31) / 32 * 32 + 32;
-    int64_t most = TRANSPOSED_BYTES / size / stride;
+    int64_t size = job->form == FLOAT32 ? 4 : 2, most = TRANSPOSED_BYTES / size / laid_stride(job);
     most = most > 192 ? 192 : most > 96 ? 96 : most > 32 ? most / 32 * 32 : 32; /* `halves_linear` takes 96 at once */
-    char *laid = aligned_alloc(64, (size_t)(most * stride * size));
-    if (laid == NULL)
-        return 0;
-    for (int64_t first = begin, wide; first < end; first += wide) {
-        wide = end - first < most ? end - first : most;
-        used->transpose(job, first, wide, laid, stride * size);
-        Linear plain = *job;
-        plain.format = PLAIN;
-        plain.w = laid;
-        plain.w_row = stride;
-        plain.y = (char *)job->y + first * (job->narrow ? 2 : 4);
-        work(&plain, 0, wide);
-    }
-    free(laid);
-    return 1;
+    return multiply_laid(job, begin, end, size, most, used->transpose, work);
 }
 
 /* Outputs [begin, end) of one layer; 0: there is no memory for it. */

@@ -12,8 +12,8 @@ and recurrent states. A model that cannot be recorded runs through its own Pytho
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -96,8 +96,10 @@ class CallBackend:
     def record(self, shape: StepShape, step: ModelStep) -> tuple[RecordedCalls, Tensor | None]:
         """See ``ReplayBackend``; the step is computed on the way."""
         logits, written = self.written(step)
-        with _looking():
+        try:
             return (with_programs(written, self.arena) if kernels.is_built() else listed(written)), logits
+        except AwayError as error:
+            raise CaptureError(f"what it computes with has gone when it is looked at: {error}") from error
 
     def written(self, step: ModelStep) -> tuple[Tensor, WrittenStep]:
         """The logits of ``step``, and the calls that it takes. Raises ``CaptureError``."""
@@ -136,15 +138,6 @@ class CallBackend:
 
     def forget(self) -> None:
         """Nothing is kept beside the lists."""
-
-
-@contextmanager
-def _looking() -> Iterator[None]:
-    """A look at what a step was computed with, which may be there no more."""
-    try:
-        yield
-    except AwayError as error:
-        raise CaptureError(f"what it computes with has gone when it is looked at: {error}") from error
 
 
 RecordedSteps = ReplayCache[ModelStep, RecordedCalls]
