@@ -19,6 +19,36 @@ static const int scale_bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF
 #define OF(FORMAT, format) FORMAT
 enum { PLAIN = 0 /* of the job's form */, ALL_FORMATS(OF), FORMATS_END,
        INPUTS_FIRST = FORMATS_END /* as PLAIN; rows of `w_row` numbers are those of inputs */ };
+
+/* How far rows are apart that are laid out for a multiplication. */
+static inline int64_t laid_stride(const Linear *job)
+{
+    return (job->inputs + 31) / 32 * 32 + 32;
+}
+
+/* Outputs [begin, end), of which `lay` lays out up to `most` at a time as plain numbers of `size` bytes, in rows so many bytes
+ * apart as its last argument says; `work` multiplies them. 0: there is no memory for it. */
+static inline int multiply_laid(const Linear *job, int64_t begin, int64_t end, int64_t size, int64_t most,
+                                void (*lay)(const Linear *, int64_t, int64_t, char *, int64_t),
+                                void (*work)(const Linear *, int64_t, int64_t))
+{
+    int64_t stride = laid_stride(job);
+    char *laid = aligned_alloc(64, (size_t)(most * stride * size));
+    if (laid == NULL)
+        return 0;
+    for (int64_t first = begin, wide; first < end; first += wide) {
+        wide = end - first < most ? end - first : most;
+        lay(job, first, wide, laid, stride * size);
+        Linear plain = *job;
+        plain.format = PLAIN;
+        plain.w = laid;
+        plain.w_row = stride;
+        plain.y = (char *)job->y + first * (job->narrow ? 2 : 4);
+        work(&plain, 0, wide);
+    }
+    free(laid);
+    return 1;
+}
 #undef OF
 
 /* One output's row. Scale i is at index `i * scale_step`; its zero point in nibble `zero_shift` of the word at `i *

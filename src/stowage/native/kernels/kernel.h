@@ -8,7 +8,6 @@
 #define STOWAGE_ENGINE_KERNEL_H
 
 #include "../binding.h"
-#include "formats_common.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -77,36 +76,6 @@ static inline Linear some_rows(const Linear *all, int64_t row, int64_t most, con
     job.y = (char *)job.y + (size_t)(row * job.outputs) * (job.narrow ? 2 : 4);
     job.packed = laid;
     return job;
-}
-
-/* How far rows are apart that are laid out for a multiplication. */
-static inline int64_t laid_stride(const Linear *job)
-{
-    return (job->inputs + 31) / 32 * 32 + 32;
-}
-
-/* Outputs [begin, end), of which `lay` lays out up to `most` at a time as plain numbers of `size` bytes, in rows so many bytes
- * apart as its last argument says; `work` multiplies them. 0: there is no memory for it. */
-static inline int multiply_laid(const Linear *job, int64_t begin, int64_t end, int64_t size, int64_t most,
-                                void (*lay)(const Linear *, int64_t, int64_t, char *, int64_t),
-                                void (*work)(const Linear *, int64_t, int64_t))
-{
-    int64_t stride = laid_stride(job);
-    char *laid = aligned_alloc(64, (size_t)(most * stride * size));
-    if (laid == NULL)
-        return 0;
-    for (int64_t first = begin, wide; first < end; first += wide) {
-        wide = end - first < most ? end - first : most;
-        lay(job, first, wide, laid, stride * size);
-        Linear plain = *job;
-        plain.format = PLAIN;
-        plain.w = laid;
-        plain.w_row = stride;
-        plain.y = (char *)job->y + first * (job->narrow ? 2 : 4);
-        work(&plain, 0, wide);
-    }
-    free(laid);
-    return 1;
 }
 
 /* What is left to do of sums over codes of 8 bits. */
