@@ -112,8 +112,9 @@ def test_a_type_may_be_torchs_and_what_is_said_otherwise_is_told(checkpoints: Ca
     asked: dict[str, Any] = {"trust_remote_code": True}
     with pytest.raises(stowage.ConfigError, match="no code that comes with a checkpoint"):
         stowage.offload(directory, weights="*=stream", **asked)
-    with pytest.raises(stowage.ConfigError, match="Leave it out"):
-        stowage.offload(directory, weights="*=stream", device_map="auto")
+    for name, value in (("device_map", "auto"), ("max_memory", {"cpu": "1GiB"})):
+        with pytest.raises(stowage.ConfigError, match=rf"{name}: .*Leave it out"):
+            stowage.offload(directory, weights="*=stream", **{name: value})
 
 
 @pytest.mark.parametrize("name", ["device_memry", "config", "output_loading_info"])

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from stowage.config import arguments
 from stowage.config.memory import RULES_MAX, parse_disk, parse_size, ram_total_bytes
@@ -17,6 +19,17 @@ from stowage.weights.placement import parse_rules
 from stowage.weights.repacked import usual_place
 
 __all__ = ["offload"]
+
+_OF_THE_HUB: Final[Mapping[str, str]] = {
+    "subfolder": "download it, and give the directory in it that holds config.json",
+    "revision": "give the directory that huggingface_hub.snapshot_download(MODEL, revision=...) returns",
+    "cache_dir": "set HF_HOME to the directory that models are to be kept in",
+    "token": "set HF_TOKEN",
+    "force_download": "download it with huggingface_hub.snapshot_download(MODEL, force_download=True) first",
+    "local_files_only": "set HF_HUB_OFFLINE=1",
+    "proxies": "set HTTPS_PROXY",
+}
+"""Options of ``from_pretrained`` that say where the hub's files come from, and what to do instead."""
 
 
 def offload(
@@ -55,7 +68,8 @@ def offload(
             gives its text model alone.
         adapter: a LoRA adapter's directory, as PEFT saves it, which is added to every answer. Its matrices stay on the
             device, in float32, and count as ``device_memory``.
-        options: for Transformers' ``from_pretrained``, such as ``attn_implementation``.
+        options: for Transformers' ``from_pretrained``, such as ``attn_implementation``. ``subfolder`` (of a directory)
+            and ``gguf_file`` say which checkpoint.
 
     Returns the model. Its ``stowage`` attribute has ``placement``, ``stats()`` and ``close()``. Any number of threads
     may call it: whole forwards take turns. Raises BudgetError (with the least that works), ConfigError,
@@ -75,6 +89,7 @@ def offload(
     device_bytes = _size("device_memory", device_memory)
     options = arguments_today("stowage.offload", options)
     _refuse_options(options)
+    model = _named(model, options)
     host_bytes = _size("host_memory", options.pop("host_memory", host_memory))
     image = parse_disk(disk) if disk else usual_place() if device_bytes else None
     if threads not in ("wait", "refuse"):
@@ -159,11 +174,37 @@ def _refuse_options(options: dict[str, Any]) -> None:
             "trust_remote_code=True: no code that comes with a checkpoint is run here. Load the model yourself, where "
             "you trust it, and give it in place of its name: stowage.offload(model.eval(), device_memory=...)"
         )
-    if options.pop("device_map", None) is not None:
+    for name in ("device_map", "max_memory"):
+        if options.pop(name, None) is not None:
+            raise ConfigError(
+                f"{name}: where weights lie is said by device_memory, host_memory and weights, and what computes by "
+                "device. Leave it out."
+            )
+    if options.pop("variant", None):
         raise ConfigError(
-            "device_map: where weights lie is said by device_memory, host_memory and weights, and what computes by "
-            "device. Leave it out."
+            "variant: a checkpoint's files are read under their usual names. Give a directory that holds those of the "
+            "variant alone, called as Transformers calls them without it, such as model.safetensors."
         )
+    if options.get("use_safetensors"):
+        del options["use_safetensors"]  # nothing else is read
+
+
+def _named(model: Any, options: dict[str, Any]) -> Any:
+    """The checkpoint that ``model`` is, or the one in it that ``options`` name as Transformers does. Takes those out
+    that say where files are: of another checkpoint than is looked at here, they would be taken for its.
+    """
+    if not isinstance(model, str | Path):
+        return model
+    said = {name: value for name in (*_OF_THE_HUB, "gguf_file") if (value := options.pop(name, None))}
+    for name in said.keys() & {"subfolder", "gguf_file"}:
+        arguments.text(name, said[name])
+    if os.path.exists(os.path.expanduser(model)):
+        path = Path(model).expanduser().absolute() / said.get("subfolder", "") / said.get("gguf_file", "")
+        return path if said.keys() & {"subfolder", "gguf_file"} else model
+    for name, instead in _OF_THE_HUB.items():
+        if name in said:
+            raise ConfigError(f"{name}={shown_value(said[name])} is not taken for a model on the hub: {instead}.")
+    return f"{model}:{said['gguf_file']}" if "gguf_file" in said else model
 
 
 def _refuse(model: Any, options: dict[str, Any]) -> None:
