@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ from stowage.demo import corpus
 from stowage.evaluation import calibration
 from stowage.evaluation import pack as packing
 from stowage.evaluation.pack import Perplexity
-from tests.cli.conftest import Stowage, invoke, own_log
+from tests.cli.conftest import SOURCE, Stowage, invoke, own_log
 
 KEYS = {
     "directory",
@@ -165,3 +169,28 @@ def test_what_is_much_worse_or_was_not_scored_has_no_name(
     assert "too short" in done.stderr
     assert done.exit_code != 0
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_process_that_is_told_to_end_leaves_nothing(
+    number: int, status: int, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Neither half a checkpoint of what may be many gigabytes, nor a traceback."""
+    own = tmp_path / "own"
+    own.mkdir()
+    arguments = ["pack", str(tiny_llama), str(own / "out"), "--weights", "int4"]
+    environment = {"PYTHONPATH": str(SOURCE), "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    packing = subprocess.Popen(
+        [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+         "from stowage.cli import run_and_exit; run_and_exit()", *arguments],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until_s = time.monotonic() + 120
+    while not (own / "out.part").exists():
+        assert packing.poll() is None and time.monotonic() < until_s
+        time.sleep(0.01)
+    packing.send_signal(number)
+    printed = "".join(packing.communicate(timeout=120))
+    assert packing.returncode == status
+    assert list(own.iterdir()) == []
+    assert "Traceback" not in printed

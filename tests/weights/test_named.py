@@ -1,4 +1,4 @@
-"""Options of ``from_pretrained`` that say which checkpoint is meant: that one is loaded, under its own name, or none."""
+"""Options of ``from_pretrained`` that say which checkpoint is meant: it is loaded, under its own name, or none is."""
 
 from __future__ import annotations
 
