@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from stowage import BudgetError, ConfigError, Engine, Memory, SamplingParams
 from stowage.cache import cost_model
@@ -138,6 +140,31 @@ def test_budgets_that_cannot_work_say_what_would(
 ) -> None:
     with pytest.raises(error, match=match):
         Engine(checkpoints("mixtral"), Memory(**memory))
+
+
+@pytest.mark.parametrize("asked", [{}, {"kv_cache_memory": "1MiB"}, {"adapter": True, "device_memory": "20KiB"}])
+def test_the_least_that_is_told_is_what_works(
+    asked: dict[str, Any], checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With what a step computes with, the KV pool and adapters counted, however little was given."""
+    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 2}
+    memory = {"device_memory": "1025KiB", **sizes, **asked}
+    adapter = {}
+    if memory.pop("adapter", False):
+        base = AutoModelForCausalLM.from_pretrained(checkpoints("mixtral"))
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        peft.get_peft_model(base, lora).save_pretrained(tmp_path / "lora")
+        adapter = {"adapter": tmp_path / "lora"}
+    with pytest.raises(BudgetError, match=r"Of device_memory \(.*give device_memory at least \d+ bytes") as raised:
+        Engine(checkpoints("mixtral"), Memory(**memory), **adapter)
+    least = int(str(raised.value).rpartition("device_memory at least ")[2].split()[0])
+    with Engine(checkpoints("mixtral"), Memory(**memory | {"device_memory": least}), **adapter) as engine:
+        assert engine.weights is not None
+        taken = engine.weights.placement.device_bytes + sum(pool.nbytes for pool in engine.parts.pools)
+        assert taken + activation_bytes(engine.memory, engine.model.config) <= least
+        assert engine.generate([tokens(50, 1)], SamplingParams(max_new_tokens=2))
+    with pytest.raises(BudgetError, match="at least"):
+        Engine(checkpoints("mixtral"), Memory(**memory | {"device_memory": least - 1}), **adapter)
 
 
 def test_a_budget_for_the_device_alone_fits_the_kv_pool(

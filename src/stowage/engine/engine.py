@@ -108,8 +108,8 @@ class Engine:
         self._clock = time.monotonic
         here = device_of(model, device)
         exactness = exactness_of(deterministic, batch_dependent)
-        budget = partial(weights_budget, self.memory, carrier(here)) if self.memory.places_weights else None
-        loaded = loading.load(model, dtype, tokenizer, budget, device=here)
+        budget = partial(weights_budget, self.memory, carrier(here), adapters_bytes=sum(file.nbytes for file in files))
+        loaded = loading.load(model, dtype, tokenizer, budget if self.memory.places_weights else None, device=here)
         self.weights, self._owns_weights = loaded.weights, loaded.owns_weights
         try:
             self.memory = left(self.memory, self.weights, loaded.model.config)

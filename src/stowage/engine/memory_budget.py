@@ -8,6 +8,7 @@ checkpoint's, and segments.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stowage.config.memory import AUTO, KV_AUTO_BYTES, KV_AUTO_PART, Memory, format_size
@@ -25,9 +26,9 @@ _HIDDEN_COPIES, _INNER_COPIES, _LOGIT_COPIES, _BYTES = 8, 4, 3, 4
 """Of a token's hidden state, of what an MLP widens it to, of a row of logits: alive at once, in float32, generously."""
 
 
-def weights_budget(memory: Memory, carrier: Carrier | None, config: Any) -> Budget:
-    """What of ``memory`` the weights of a model with ``config`` may take, which ``carrier`` brings to its device.
-    Raises BudgetError when nothing is left.
+def weights_budget(memory: Memory, carrier: Carrier | None, config: Any, adapters_bytes: int = 0) -> Budget:
+    """What of ``memory``, from which adapters have taken theirs, the weights of a model with ``config`` may take, which
+    ``carrier`` brings to its device. It may be nothing, which is refused with what they need.
     """
     from stowage.weights.loading import Budget
 
@@ -36,22 +37,24 @@ def weights_budget(memory: Memory, carrier: Carrier | None, config: Any) -> Budg
     if not memory.device_memory_bytes:
         return Budget(None, memory.host_memory_bytes, image, rules, carrier, memory.host_memory_bytes // 2)
     steps = activation_bytes(memory, config)
-    device_bytes = memory.device_memory_bytes - memory.kv_cache_memory_bytes - steps
-    if device_bytes <= 0:
-        raise BudgetError(
-            f"device_memory is {format_size(memory.device_memory_bytes)}, and the KV pool (kv_cache_memory, "
-            f"{format_size(memory.kv_cache_memory_bytes)}) and what a step computes with ({format_size(steps)}) leave "
-            f"nothing of it for weights. Give device_memory more than {format_size(steps + _kv_bytes(memory, steps))}, "
-            "or kv_cache_memory or max_num_batched_tokens a smaller size."
-        )
-    return Budget(device_bytes, memory.host_memory_bytes // 2, image, rules, carrier)
+    device_bytes = max(0, memory.device_memory_bytes - memory.kv_cache_memory_bytes - steps)
+    more = partial(_more, memory, steps, adapters_bytes)
+    return Budget(device_bytes, memory.host_memory_bytes // 2, image, rules, carrier, more=more)
 
 
-def _kv_bytes(memory: Memory, steps: int) -> int:
-    """Of the KV pool, where the device holds nothing besides but what a step computes with."""
-    if memory.kv_cache_memory == AUTO:
-        return min(KV_AUTO_BYTES, steps // (KV_AUTO_PART - 1))
-    return memory.kv_cache_memory_bytes
+def _more(memory: Memory, steps: int, adapters: int, weights: int) -> str:
+    """What to do where weights need so many bytes beside KV, adapters and ``steps``, which a step computes with."""
+    beside = steps + weights
+    kv_bytes = memory.kv_cache_memory_bytes
+    if memory.kv_cache_memory == AUTO:  # which grows with the device
+        kv_bytes = min(KV_AUTO_BYTES, (beside - 1) // (KV_AUTO_PART - 1))
+    others = f", adapters {format_size(adapters)}" if adapters else ""
+    return (
+        f"Of device_memory ({format_size(memory.device_memory_bytes + adapters)}) what a step computes with takes "
+        f"{format_size(steps)}{others}, and the KV pool (kv_cache_memory) {format_size(memory.kv_cache_memory_bytes)}: "
+        f"give device_memory at least {beside + kv_bytes + adapters} bytes, or kv_cache_memory or "
+        "max_num_batched_tokens a smaller size."
+    )
 
 
 def activation_bytes(memory: Memory, config: Any) -> int:

@@ -22,7 +22,7 @@ from stowage.weights.grouping import Unit, arranged, divide, looks_up, renumbers
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.locate import Locator
 from stowage.weights.parameter_location import ALIGNED_BYTES, ParameterLocation, as_bytes, phase_of
-from stowage.weights.placement import Delivery, Placement, Rule, WeightUnit, place
+from stowage.weights.placement import Delivery, Placement, Rule, WeightUnit, more_for, place
 from stowage.weights.quantized.blocks import unpacking_bytes
 from stowage.weights.quantized.codes import form_of, workspace_bytes
 from stowage.weights.quantized.modules import packed_forms
@@ -38,7 +38,8 @@ class Budget:
     """What weights may take. ``device_bytes`` of ``None`` has no limit. ``image``: a directory and a limit in bytes,
     for parameters whose final form the checkpoint does not hold. ``rules`` come before the budgets' own choice.
     ``carrier``: to a device that is a memory of its own. ``held_bytes``: of ``host_bytes``, what experts that cross
-    over from there may bring them to, where no device budget decides; ``None`` is all of it.
+    over from there may bring them to, where no device budget decides; ``None`` is all of it. ``more``: what to do where
+    ``device_bytes`` are too few, said of the bytes that weights need.
     """
 
     device_bytes: int | None = None
@@ -47,6 +48,7 @@ class Budget:
     rules: Sequence[Rule] = ()
     carrier: Carrier | None = None
     held_bytes: int | None = None
+    more: Callable[[int], str] = more_for
 
     @property
     def device(self) -> torch.device:
@@ -308,8 +310,9 @@ def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
     ]
     unpacked = max(workspace_bytes(packed_forms(model), 4, to_device), unpacking_bytes(model, model.dtype, to_device))
     small_bytes = sum(small) + unpacked
-    limits = budget.device_bytes, budget.host_bytes
-    return place(weight_units, small_bytes, *limits, budget.rules, to_device=to_device, held_bytes=budget.held_bytes)
+    limits = budget.device_bytes, budget.host_bytes, budget.rules
+    held_bytes, more = budget.held_bytes, budget.more
+    return place(weight_units, small_bytes, *limits, to_device=to_device, held_bytes=held_bytes, more=more)
 
 
 def _leave_alike(units: list[Unit]) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stowage.errors import BudgetError, ConfigError
 from stowage.weights.weight_unit import PAGE_BYTES, Delivery, WeightUnit, cache_least_bytes, cache_most_bytes
 
-__all__ = ["PAGE_BYTES", "Delivery", "Placement", "Rule", "WeightUnit", "parse_rules", "place"]
+__all__ = ["PAGE_BYTES", "Delivery", "Placement", "Rule", "WeightUnit", "more_for", "parse_rules", "place"]
 
 RING_SLOTS, RING_SLOTS_LEAST = 3, 2
 EXPERT_STAGES = 4
@@ -156,6 +156,11 @@ class Placement:
         assert cache_least_bytes(self.cached) <= self.cache_bytes <= cache_most_bytes(self.cached)
 
 
+def more_for(least_bytes: int) -> str:
+    """What to do where weights need ``least_bytes`` of device memory, and nothing else has a part of it."""
+    return f"Give device_memory at least {least_bytes} bytes."
+
+
 def place(
     weight_units: Sequence[WeightUnit],
     small_bytes: int,
@@ -165,6 +170,7 @@ def place(
     *,
     to_device: bool = False,
     held_bytes: int | None = None,
+    more: Callable[[int], str] = more_for,
 ) -> Placement:
     """Deliveries for ``weight_units`` within the budgets; no ``device_bytes``: no limit. ``to_device``: the device
     is a memory of its own: then nothing is computed from where it lies on the host unless a rule says so.
@@ -172,7 +178,7 @@ def place(
 
     Rules are obeyed; everything else stays in device memory while it fits, then goes to host memory while that fits,
     then is streamed; experts get what is left as a cache. Raises BudgetError when nothing fits, with the least budget
-    that does; ConfigError for a rule that matches nothing.
+    that does, and what ``more`` says to do about it; ConfigError for a rule that matches nothing.
     """
     together, apart, fixed = _ruled(weight_units, tuple(rules))
     whole = _placement(together, [fixed.get(c.name, Delivery.RESIDENT) for c in together], small_bytes, RING_SLOTS)
@@ -188,11 +194,11 @@ def place(
         found = _squeezed(units, fixed, small_bytes, device_bytes, host_bytes, needs, to_device)
         if found is not None:
             return found
+    least, largest = min(needs, default=small_bytes), max((c.nbytes for c in apart), default=0)
     raise BudgetError(
-        f"the weights need at least {min(needs, default=small_bytes)} bytes of device memory, and {device_bytes} are "
-        f"left for them: {small_bytes} bytes are norms and the like, which stay, and the largest module of "
-        f"{max((c.nbytes for c in apart), default=0)} "
-        "bytes must fit, with room to read the next one meanwhile. Give device_memory a larger size."
+        f"the weights need at least {least} bytes of device memory, and {device_bytes} are left for them: "
+        f"{small_bytes} bytes are norms and the like, which stay, and the largest module of {largest} bytes must fit, "
+        f"with room to read the next one meanwhile. {more(least)}"
     )
 
 

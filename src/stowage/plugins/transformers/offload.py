@@ -105,6 +105,7 @@ def offload(
     from stowage.models import loading
     from stowage.models.adapters import read_all
     from stowage.weights.loading import Budget
+    from stowage.weights.placement import more_for
 
     in_memory = not isinstance(model, str | Path)
     if in_memory:
@@ -114,7 +115,8 @@ def offload(
     beside = sum(file.nbytes for file in files)
     if device_bytes and beside >= device_bytes:
         raise BudgetError(f"device_memory={device_memory!r}, and the adapter alone takes {beside:,} bytes of it.")
-    budget = Budget(device_bytes - beside if device_bytes else None, host_bytes, image, rules, carrier(here))
+    limit = device_bytes - beside if device_bytes else None
+    budget = Budget(limit, host_bytes, image, rules, carrier(here), more=lambda needed: more_for(needed + beside))
     load = partial(loading.load, device=here, whole=True, model_class=model_class)
     loaded = load(model, dtype, None, lambda _config: budget, options)
     offloaded = loaded.model
