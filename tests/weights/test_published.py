@@ -118,6 +118,7 @@ EXPERTS: Mapping[str, tuple[str, Mapping[str, Any], Callable[..., Any] | None]] 
     "qwen3_moe-gptq": ("qwen3_moe", *words("gptq", 32)),
     "mixtral-awq": ("mixtral", *words("awq", 64)),
     "gpt_oss-mxfp4": ("gpt_oss", MXFP4, None),
+    "hunyuan_moe-gptq": ("hunyuan_moe", *words("gptq", 32)),
 }
 CHANGED: Mapping[str, Mapping[str, Any]] = {"qwen3_moe-cut": {"moe_intermediate_size": 192}}
 """Of one: the scales of an expert's gate and up projections do not meet."""
@@ -136,6 +137,29 @@ def test_experts_stay_as_published_and_are_cached_one_by_one(name: str, tmp_path
     assert read_model(published).total_bytes == taken_by(whole.model)
     (published / "model.safetensors").unlink()
     assert read_model(published).total_bytes == pytest.approx(taken_by(whole.model), rel=1e-3), "by the config alone"
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("family", "router"), [("hunyuan_moe", "gate.wg.weight"), ("ernie4_5_moe", "gate.weight")])
+def test_routers_of_float32_are_so_whatever_the_rest_is_run_in(
+    family: str, router: str, stored: torch.dtype, tmp_path: Path
+) -> None:
+    """Their classes make them so, in a file that has them in bfloat16 too; one that has float32 is not rounded."""
+    without = ("embed", "lm_head", "norm", "mlp.gate.", "statics")
+    directories = files.write(family, tmp_path, *int4(32), without=without)
+    for directory in directories:
+        state = load_file(directory / "model.safetensors")
+        torch.manual_seed(0)
+        routers = {n: torch.randn(t.shape).to(stored) for n, t in sorted(state.items()) if n.endswith(router)}
+        assert routers
+        files.rewrite(directory, state | routers)
+    published, plain = directories
+    expected = said(plain)
+    assert said(published) == expected
+    assert said(published, "*=stream") == expected
+    model = loading.load(published).model
+    assert all(p.dtype is torch.float32 for name, p in model.named_parameters() if name.endswith(router))
+    assert read_model(published).total_bytes == taken_by(model)
 
 
 def test_experts_of_no_whole_pages_are_cached_with_gaps_between(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
         if files:
             plan = plan_of(files, part, method, getattr(torch, model.dtype), read=False)
             return headers.measured(model, headers.of_plan(plan))
-        plain = meta_model(part)
+        plain = meta_model(part, getattr(torch, model.dtype))
         specs = specs_of(plain, method, getattr(torch, model.dtype))
         counted = headers.of_specs(specs, _parameters(plain))
     except UnsupportedModelError as error:
@@ -94,7 +94,7 @@ def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
         note = f"it is planned as expanded to {model.dtype}: {error}"
         return replace(model, notes=(note if runs else f"it does not run as it is: {note}",))
     note = f"weights are counted as they are published ({method.name}), which the files may do otherwise in places."
-    return replace(headers.measured(model, counted, model.dtype), source="config", notes=(note,))
+    return replace(headers.measured(model, counted), source="config", notes=(note,))
 
 
 def shape(config: Any, dtype: str) -> Model:

@@ -141,6 +141,7 @@ class Checkpoint:
 def read_segments(segments: Sequence[Segment], into: Tensor) -> Tensor:
     """``into``, which has as many bytes, filled with them, end to end. Raises CheckpointError."""
     raw, at = into.view(-1).view(torch.uint8).numpy().data, 0
+    assert sum(segment.length for segment in segments) == into.nbytes, "what is not read would be anything"
     for segment in segments:
         done = 0
         while done < segment.length:

@@ -34,11 +34,13 @@ _QUANTISED: Final = re.compile(r".+(?:\.weight_scale(?:_inv)?|\.weight_packed|\.
 """Names that tools give to what makes numbers of codes, or to codes."""
 
 
-def meta_model(part: TextPart) -> Any:
-    """The model of ``part`` as Transformers builds it, without values. Raises UnsupportedModelError for a class that is
-    not known before it is loaded.
+def meta_model(part: TextPart, dtype: torch.dtype) -> Any:
+    """The model of ``part`` as Transformers builds it to be run in ``dtype``, without values; what its class makes in
+    another type whatever it is run in, is so here. Raises UnsupportedModelError for a class that is not known before it
+    is loaded.
     """
     from transformers import PreTrainedModel
+    from transformers.modeling_utils import local_torch_dtype
 
     kind = class_of(part)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
@@ -46,7 +48,7 @@ def meta_model(part: TextPart) -> Any:
     config = copy.deepcopy(part.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with torch.device("meta"):
+    with torch.device("meta"), local_torch_dtype(dtype):
         return kind(config)
 
 
@@ -71,10 +73,10 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
     Raises CheckpointError for what is missing, damaged or does not fit, UnsupportedModelError for what is not read.
     """
     stored = {one.name: one for path in files for one in stored_in(path)}
-    model = meta_model(part)
+    model = meta_model(part, dtype)
     names = [base for name in stored if (base := base_of(name)) is not None]
     sources = sources_of(model, names, part.renamed)
-    reading = _Reading(Matrices(stored, method, dtype), _in_float32(model, dtype), read)
+    reading, in_float32 = _Reading(Matrices(stored, method, dtype), read), _in_float32(model, dtype)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     kept, values = dict[str, Kept](), dict[str, Tensor]()
     for path, parameter in model.state_dict(keep_vars=True).items():
@@ -85,12 +87,12 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
             raise CheckpointError(
                 f"the checkpoint is incomplete: it has no {path}, which its model needs. Download it again."
             )
-        module = model.get_submodule(path.rpartition(".")[0])
-        transposed, looked_up = has_inputs_first(module), isinstance(module, nn.Embedding)
+        kind = torch.float32 if any(part in path for part in in_float32) else parameter.dtype
+        shape = tuple(parameter.shape)
         if not isinstance(parameter, nn.Parameter):
-            values[path] = reading.numbers(path, tuple(parameter.shape), own, parameter.dtype)
+            values[path] = reading.numbers(path, shape, own, kind)
             continue
-        found = reading.parameter(path, tuple(parameter.shape), own, transposed, looked_up)
+        found = reading.parameter(path, shape, own, kind, model.get_submodule(path.rpartition(".")[0]))
         if isinstance(found, Kept):
             kept[path] = found
         else:
@@ -175,15 +177,16 @@ def _refuse_biases(stored: Mapping[str, Stored], names: Iterable[str], used: Ite
 @dataclass(frozen=True, slots=True)
 class _Reading:
     matrices: Matrices
-    in_float32: tuple[str, ...]
     read: bool
 
     def parameter(
-        self, path: str, shape: tuple[int, ...], sources: Sources, transposed: bool, looked_up: bool
+        self, path: str, shape: tuple[int, ...], sources: Sources, kind: torch.dtype, module: nn.Module
     ) -> Kept | Tensor:
-        """Where it lies; one that is small, or no matrix, as numbers. So are codes with scales apart whose rows are
-        ``looked_up``: an embedding's.
+        """Where it lies; one that is small, or no matrix, or of another ``kind`` than the model is run in, as numbers.
+        So are codes with scales apart whose rows are looked up: an embedding's. ``module``: whose it is.
         """
+        transposed, looked_up = has_inputs_first(module), isinstance(module, nn.Embedding)
+        as_numbers = _AS_NUMBERS in path.split(".") or kind is not self.matrices.dtype
         if sources.experts:
             return self._experts(path, shape, sources.experts, transposed)
         name = sources.single
@@ -192,37 +195,23 @@ class _Reading:
         if len(shape) == 2 and path.endswith(".weight"):
             matrix = self.matrices.of(name, shape)
             in_parts = matrix.spec is not None and matrix.parts.keys() != {""}
-            if self._as_numbers(path) or (looked_up and in_parts):
-                return matrix.numbers(self.matrices.dtype) if self.read else self._unread(path, shape)
+            if as_numbers or (looked_up and in_parts):
+                in_type = self.matrices.dtype if in_parts else kind
+                return matrix.numbers(in_type) if self.read else torch.empty(shape, dtype=kind, device="meta")
             return self._kept(path, shape, [[matrix]], 0, False)
         found = self.matrices.get(name)
-        if (
-            found.shape == shape
-            and found.dtype is self.matrices.dtype
-            and len(shape) > 1
-            and not self._as_numbers(path)
-        ):
+        if found.shape == shape and found.dtype is self.matrices.dtype and len(shape) > 1 and not as_numbers:
             return Kept({"": Part(shape, found.dtype, (found.span,))})
-        return self.numbers(path, shape, sources, self.matrices.dtype)
+        return self.numbers(path, shape, sources, kind)
 
-    def numbers(self, path: str, shape: tuple[int, ...], sources: Sources, dtype: torch.dtype) -> Tensor:
-        """The values of a tensor that is stored as numbers; ``dtype``: what it will be."""
+    def numbers(self, path: str, shape: tuple[int, ...], sources: Sources, kind: torch.dtype) -> Tensor:
+        """The values of a tensor that is stored as numbers; ``kind``: what it will be."""
         found = self.matrices.get(sources.single)
         if found.shape != shape:
             raise odd(path, found, shape)
         if found.dtype.is_floating_point and found.dtype.itemsize == 1:
             raise UnsupportedModelError(f"{path} is of the type {found.dtype}, and no matrix.")
-        return found.read() if self.read else self._unread(path, shape, dtype)
-
-    def _as_numbers(self, path: str) -> bool:
-        return _AS_NUMBERS in path.split(".") or self._is_wide(path)
-
-    def _is_wide(self, path: str) -> bool:
-        return any(part in path for part in self.in_float32)
-
-    def _unread(self, path: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        chosen = torch.float32 if self._is_wide(path) else dtype or self.matrices.dtype
-        return torch.empty(shape, dtype=chosen, device="meta")
+        return found.read() if self.read else torch.empty(shape, dtype=kind, device="meta")
 
     def _stack(self, path: str, name: str, shape: tuple[int, ...], transposed: bool) -> Kept:
         """Experts that the files have stacked already."""
