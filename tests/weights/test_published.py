@@ -265,6 +265,11 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     refused("by gptq in 8 bits as 'gptq'", bits=8)
     refused("in 4 bits as 'gptq_v2'", checkpoint_format="gptq_v2")
     first = "model.layers.0.mlp.down_proj"
+    eights = {f"{first}.qzeros": torch.full_like(state[f"{first}.qzeros"], 0x88888888 - (1 << 32))}
+    refused("has zero points of gptq's second format", eights)
+    refused("has zero points of gptq's second format", eights, sym=True)
+    files.rewrite(published, {**state, **eights}, quantization_config=stated | {"sym": False})
+    loading.load(published)
     refused("puts inputs into groups in another order", {f"{first}.g_idx": state[f"{first}.g_idx"].flip(0)})
     refused("which fit into no groups", {f"{first}.scales": state[f"{first}.scales"][:5]})
     refused("would be .*different checkpoints", {f"{first}.qweight": state[f"{first}.qweight"][:, :8]})

@@ -44,7 +44,7 @@ _DYNAMIC = {torch.float32: 6, torch.bfloat16: 7}
 INTEGER_FORMATS = frozenset("q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block mxfp4 int4 gptq awq".split())
 """Published formats of whole numbers, which inputs in 8 bits are multiplied with; and our own int8 and int4."""
 _SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
-REVISION = 5
+REVISION = 6
 """Raised when a kernel, or one more thing that kernels compute, changes the bits of an answer."""
 _INT8_BLOCK = 32
 """Inputs with one scale, where they are rounded to 8 bits."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
 
@@ -28,6 +28,8 @@ _BESIDE: Final = re.compile(
     r".+\.(?:(?:weight|input|output|q|k|v)_scale(?:_inv)?|weight_(?:zero_point|shape|g_idx|global_scale)"
     r"|input_zero_point|input_global_scale|qzeros|scales|g_idx|activation_scale)"
 )
+_EIGHTS: Final = 0x88888888 - (1 << 32)
+"""Eight zero points of 8 in a word."""
 _STACKED: Final = re.compile(r"(.+)_(?:blocks|scales)")
 
 
@@ -141,7 +143,23 @@ class Matrices:
         self._refuse_order(f"{base}.g_idx", shape[1], group)
         spec = Spec(self.method.name, shape[0], shape[1], group, zeros=True, scale_dtype=scales.dtype)
         names = {"codes": f"{base}.qweight", "scales": f"{base}.scales", "zeros": f"{base}.qzeros"}
-        return Matrix({part: self.get(name) for part, name in names.items()}, spec)
+        found = Matrix({part: self.get(name) for part, name in names.items()}, spec)
+        self._refuse_second_format(found.parts["zeros"])
+        return found
+
+    def _refuse_second_format(self, zeros: Stored) -> None:
+        """Zero points of GPTQ without asymmetry are 8, which its first format stores as 7, whatever the config calls
+        the format. A row is looked at.
+        """
+        row = 4 * zeros.shape[-1] if len(zeros.shape) == 2 and zeros.dtype is torch.int32 and all(zeros.shape) else 0
+        if not row or self.method.name != "gptq" or self.method.stated.get("sym", True) is False:
+            return
+        if bool(replace(zeros, shape=zeros.shape[1:], span=replace(zeros.span, length=row)).read().eq(_EIGHTS).all()):
+            raise UnsupportedModelError(
+                f"{zeros.name} has zero points of gptq's second format (8 where the first has 7), and config.json says "
+                "the first, so every weight would be taken for another. Only the first is read: give another "
+                "checkpoint of the model."
+            )
 
     def _refuse_order(self, name: str, inputs: int, group: int) -> None:
         order = self.stored.get(name)
