@@ -144,6 +144,27 @@ def write(
     return directory / "published", directory / "plain"
 
 
+def apart(published: Path, plain: Path, quantiser: Callable[[Tensor], Written]) -> None:
+    """Take stacks of experts, which have inputs first, in both checkpoints that `write` made apart, as tools do that
+    quantise linear layers.
+    """
+    state, meant = load_file(published / "model.safetensors"), load_file(plain / "model.safetensors")
+    for name in [name for name, values in state.items() if values.dim() == 3 and "experts" in name]:
+        base, _, own = name.rpartition(".")
+        each = list[Tensor]()
+        for expert, stored in enumerate(state.pop(name).float()):
+            parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else ("down_proj",)
+            values = list[Tensor]()
+            for part, rows in zip(parts, stored.t().chunk(len(parts)), strict=True):
+                tensors, found = quantiser(rows.contiguous())
+                state |= {f"{base}.{expert}.{part}.{kind}": tensor for kind, tensor in tensors.items()}
+                values.append(found)
+            each.append(torch.cat(values).t())
+        meant[name] = torch.stack(each).to(torch.bfloat16)
+    rewrite(published, state)
+    rewrite(plain, meant)
+
+
 def rewrite(directory: Path, tensors: Mapping[str, Tensor] | None = None, **entries: Any) -> Path:
     """Other tensors, and entries of the config, in a checkpoint."""
     if tensors is not None:

@@ -69,6 +69,7 @@ METHODS: Mapping[str, tuple[str, Mapping[str, Any], Callable[..., Any]]] = {
     "gptq-32": ("llama", *words("gptq", 32)),
     "awq-64": ("llama", *words("awq", 64)),
 }
+WITHOUT = ("embed", "lm_head", "norm", "router", ".gate.", "visual", "vision", "multi_modal")
 DENSE = {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}
 
 
@@ -137,6 +138,31 @@ def test_experts_stay_as_published_and_are_cached_one_by_one(name: str, tmp_path
     assert read_model(published).total_bytes == taken_by(whole.model)
     (published / "model.safetensors").unlink()
     assert read_model(published).total_bytes == pytest.approx(taken_by(whole.model), rel=1e-3), "by the config alone"
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama4", "fp8"), ("llama4", "gptq-32"), ("llama4_vision", "int4-32"), ("qwen3_vl_moe", "fp8-channels")],
+)
+def test_experts_that_a_tool_has_taken_apart_are_read_where_they_lie(family: str, name: str, tmp_path: Path) -> None:
+    """Their family has them stacked, with inputs first; llm-compressor quantises linear layers."""
+    _, method, quantiser = METHODS[name]
+    published, plain = files.write(family, tmp_path, method, quantiser, without=WITHOUT)
+    files.apart(published, plain, quantiser)
+    expected = said(plain)
+    assert said(published) == expected
+    assert said(published, "model.layers.*=stream") == expected
+    model = loading.load(published).model
+    assert any("down_proj_" in kind for layer in model.modules() for kind, _ in layer.named_parameters(recurse=False))
+    assert read_model(published).total_bytes == taken_by(model)
+
+
+def test_experts_taken_apart_whose_rows_alternate_are_refused(tmp_path: Path) -> None:
+    _, method, quantiser = METHODS["int4-32"]
+    published, plain = files.write("gpt_oss", tmp_path, method, quantiser, without=WITHOUT)
+    files.apart(published, plain, quantiser)
+    with pytest.raises(UnsupportedModelError, match="a row of a gate and of what it gates in turn"):
+        loading.load(published)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])

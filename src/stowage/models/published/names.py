@@ -2,7 +2,8 @@
 
 Transformers knows how checkpoints of each family were named, and which of their matrices it stacks
 (``conversion_mapping``). That is asked here, of names alone: a parameter is one matrix, or experts' matrices one after
-the other. Any other conversion computes with values, so its parameter does not lie in the files.
+the other. Any other conversion computes with values, so its parameter does not lie in the files. Tools that quantise
+linear layers take apart what a family has stacked, such as Llama 4's experts: llm-compressor names them so.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from stowage.errors import UnsupportedModelError
 __all__ = ["Sources", "sources_of"]
 
 _EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
+_APART: Final = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_PART_OF: Final = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", 0)}
 
 
 @dataclass(slots=True)
@@ -45,6 +48,12 @@ def sources_of(model: Any, names: Iterable[str], renamed: Mapping[str, str] | No
         path, pattern = rename_source_key(name, others, converters, model.base_model_prefix, parameters)
         if path not in parameters and name in parameters:
             path, pattern = name, None
+        if (apart := _APART.fullmatch(path)) is not None and path not in parameters:
+            own, number = _PART_OF[apart[3]]
+            if f"{apart[1]}.{own}" in parameters:
+                _refuse_in_turn(model, apart[1], name)
+                found.setdefault(f"{apart[1]}.{own}", Sources()).experts.setdefault(int(apart[2]), {})[number] = name
+            continue
         if path not in parameters:
             continue
         sources = found.setdefault(path, Sources())
@@ -59,6 +68,16 @@ def sources_of(model: Any, names: Iterable[str], renamed: Mapping[str, str] | No
         number = owners[pattern].source_patterns.index(pattern)
         sources.experts.setdefault(int(expert[1]), {})[number] = name
     return found
+
+
+def _refuse_in_turn(model: Any, experts: str, name: str) -> None:
+    """Raises UnsupportedModelError for a family whose experts' gates do not lie above what they gate."""
+    if not getattr(model.get_submodule(experts), "is_concatenated", True):
+        raise UnsupportedModelError(
+            f"{name} is one expert's, and the model computes with {experts} stacked, a row of a gate and of what it "
+            "gates in turn, which is not read from matrices that lie apart. Give the original checkpoint, or a GGUF "
+            "file."
+        )
 
 
 def _stacks(converter: Any) -> bool:
