@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from transformers import AutoModelForCausalLM
 
 import stowage
 from stowage import CheckpointError, ConfigError, Engine, Memory, ModelError, SamplingParams, UnsupportedModelError
@@ -85,9 +86,12 @@ def mixed(kinds: Sequence[Kind]) -> Callable[[str], Kind]:
 
 def dequantised(path: Path, plain: Any, directory: Path) -> Path:
     """A checkpoint in bfloat16 of the values in a file, as the package ``gguf`` says."""
+    with torch.device("meta"):  # routers of some are float32 whatever the rest is
+        made = AutoModelForCausalLM.from_config(plain.config, dtype=torch.bfloat16).state_dict()
     plain.to(torch.bfloat16)
     for name, tensor in [*plain.named_parameters(), *plain.named_buffers()]:
-        if any(f".{part}." in f".{name}." for part in plain._keep_in_fp32_modules_strict or ()):
+        strict = any(f".{part}." in f".{name}." for part in plain._keep_in_fp32_modules_strict or ())
+        if strict or (name in made and made[name].dtype is torch.float32):
             tensor.data = tensor.float()
     plain.load_state_dict(gguf_files.state_of(path, plain))
     plain.save_pretrained(directory)

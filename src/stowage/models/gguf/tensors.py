@@ -61,7 +61,7 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
     Raises CheckpointError when parameters and tensors do not fit, UnsupportedModelError for a way to pack that is not
     known, ConfigError where the package gguf is not installed.
     """
-    model = _meta_model(file, config)
+    model = _meta_model(file, config, dtype)
     refuse_other_rotation(file, model)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     parameters = {name: p for name, p in model.state_dict(keep_vars=True).items() if name not in tied}
@@ -84,7 +84,7 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
             )
         used |= {tensor.name for tensor in found}
         shape, module = tuple(parameter.shape), model.get_submodule(path.rpartition(".")[0])
-        own = torch.float32 if any(f".{part}." in f".{path}." for part in in_float32) else dtype
+        own = torch.float32 if any(f".{part}." in f".{path}." for part in in_float32) else parameter.dtype
         if isinstance(layout, Rows) and len({tensor.type for tensor in found}) == 1:
             kept[path] = _moved(path, shape, layout, file.tensors, dtype)
         elif layout is not None:
@@ -104,12 +104,12 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
     return Plan(kept, values)
 
 
-def _meta_model(file: GgufFile, config: Any) -> Any:
+def _meta_model(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             f"{file.paths[0]} describes no {config.model_type}: {' '.join(str(error).split())[:200]}"
