@@ -200,7 +200,8 @@ def replace(model: Any, plan: Plan, dtype: torch.dtype) -> None:
             put_matrix(module, own, kept.spec, dtype, finds)
     for parent, specs in stacks.items():
         put_stacks(model.get_submodule(parent), specs, dtype)
-    model.made_parameters = frozenset(plan.values)
+    made = set(plan.values)
+    model.made_parameters = frozenset(made | {path for path, source in tied.items() if source in made})
     model.all_tied_weights_keys = {}
     for path, source in tied.items():
         own_names, others = (packed[p].names(p) if p in packed else {"": p} for p in (path, source))
