@@ -174,3 +174,35 @@ def test_a_full_disk_is_told_as_one(
     with pytest.raises(StorageError, match=r"out.part does not take the packed weights: No space left"):
         packing.pack_lossless(source, out) if form == "lossless" else packing.pack(source, out, form)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["int8", "lossless"])
+def test_what_becomes_of_other_files_that_cannot_be_written_is_told(
+    form: str, checkpoints: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = str(checkpoints("mixtral")), tmp_path / "out"
+
+    def pack(progress: Callable[[str, int, int], None] = lambda *_: None) -> None:
+        if form == "lossless":
+            packing.pack_lossless(source, out, progress)
+        else:
+            packing.pack(source, out, form, progress=progress)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", full)
+        with pytest.raises(StorageError, match=r"out.part does not take the packed checkpoint: No space left"):
+            pack()
+    assert list(tmp_path.iterdir()) == []
+
+    def meanwhile(what: str, *_: int) -> None:
+        if what == "checking":
+            out.mkdir(exist_ok=True)
+            (out / "notes.txt").write_text("mine")
+
+    with pytest.raises(DirectoryError, match=r"out cannot be written: Directory not empty, and nothing is overwritten"):
+        pack(meanwhile)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]

@@ -25,7 +25,7 @@ from stowage.config.memory import Memory
 from stowage.core.lossless import is_quick
 from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
-from stowage.errors import ConfigError, DirectoryError, ModelError, UnsupportedModelError
+from stowage.errors import ConfigError, DirectoryError, ModelError, StorageError, UnsupportedModelError
 from stowage.evaluation import runs
 from stowage.evaluation.calibration import Fitted
 from stowage.models import hub, layout, loading
@@ -143,16 +143,16 @@ def pack(
                 return plain, target.pack(values, plain)
 
             written = writer.write(files, build, part / FILE, packed, partial(progress, "packing"))
-        for path in sorted(source.iterdir()):
-            if path.is_file() and _is_copied(path.name):
-                shutil.copyfile(path, part / path.name)
-        _write_config(source / "config.json", part / "config.json", form)
+        with _told(part):
+            for path in sorted(source.iterdir()):
+                if path.is_file() and _is_copied(path.name):
+                    shutil.copyfile(path, part / path.name)
+            _write_config(source / "config.json", part / "config.json", form)
         progress("checking", 0, 1)
         _prove(part)
         progress("checking", 1, 1)
         judge(part)
-        (part / _LOCK).unlink()
-        os.rename(part, directory)
+        _give_name(part, directory)
     before = sum(path.stat().st_size for path in files)
     bits = 8 * written.packed_bytes / written.weights
     return Packed(
@@ -189,15 +189,15 @@ def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what
         written = writer.write(files, part, partial(progress, "packing"))
         if not written.packed:
             raise UnsupportedModelError(f"{source} has no weights that take fewer bytes packed: run it as it is.")
-        for path in sorted(source.iterdir()):
-            if path.is_file() and (_is_copied(path.name) or path.name.endswith(".index.json")):
-                shutil.copyfile(path, part / path.name)
-        shutil.copyfile(source / "config.json", part / "config.json")
+        with _told(part):
+            for path in sorted(source.iterdir()):
+                if path.is_file() and (_is_copied(path.name) or path.name.endswith(".index.json")):
+                    shutil.copyfile(path, part / path.name)
+            shutil.copyfile(source / "config.json", part / "config.json")
         progress("checking", 0, 1)
         _prove(part)
         progress("checking", 1, 1)
-        (part / _LOCK).unlink()
-        os.rename(part, directory)
+        _give_name(part, directory)
     before, after = written.bytes_before, written.bytes_after
     return Packed(str(directory), "lossless", 0, before, after, {"lossless": written.packed}, 0, written.kept, 0.0)
 
@@ -282,6 +282,29 @@ def _clear(part: Path) -> None:
                 left.unlink()
     except OSError as error:
         raise DirectoryError(f"{part} cannot be emptied: {error.strerror} ({error.filename}). Remove it.") from error
+
+
+@contextlib.contextmanager
+def _told(part: Path) -> Iterator[None]:
+    """Raises StorageError for what cannot be copied there, as of packed weights."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{part} does not take the packed checkpoint: {error.strerror or error}.") from error
+
+
+def _give_name(part: Path, directory: Path) -> None:
+    """``part`` is whole, and called ``directory`` from now on. Raises DirectoryError where that has been made since, or
+    cannot be made.
+    """
+    try:
+        (part / _LOCK).unlink()
+        os.rename(part, directory)
+    except OSError as error:
+        raise DirectoryError(
+            f"{directory} cannot be written: {error.strerror}, and nothing is overwritten. Remove it, or give another "
+            "directory."
+        ) from error
 
 
 def _prove(part: Path) -> None:
