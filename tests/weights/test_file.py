@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from stowage.weights import checkpoint
 from stowage.weights.file import File
 
 PAGE = mmap.PAGESIZE
@@ -105,3 +108,20 @@ def test_what_is_cached_brings_in_nothing_more(file: File, content: bytes) -> No
     for _ in range(4):
         filled(file, 0, PAGES)
     assert file._cached_bytes(PAGES * PAGE, 0) == before
+
+
+def test_a_stored_tensor_is_read_without_the_header_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quantised mixture has tens of thousands of small ones, and a header that takes as long to read as they do."""
+    path = tmp_path / "model.safetensors"
+    values = {f"t{number}": torch.randn(3, number + 1) for number in range(4)}
+    save_file(values, path)
+    stored = checkpoint.stored_in(path)
+
+    def again(*_: object) -> None:
+        raise AssertionError("the header is read again")
+
+    monkeypatch.setattr(checkpoint, "_header", again)
+    assert all(torch.equal(one.read(), values[one.name]) for one in stored)
+    assert len(stored) == len(values)

@@ -73,13 +73,15 @@ class Stored:
     span: Span
 
     def read(self) -> Tensor:
-        """Its values. Raises CheckpointError."""
-        checkpoint = Checkpoint([self.span.path])
+        """Its values. The file's header, which may be of thousands of tensors, is not looked at again. Raises
+        CheckpointError.
+        """
+        file = File.open(self.span.path)
         try:
-            segments = checkpoint.segments({self.name: [self.span]})[self.name]
-            return read_segments(segments, torch.empty(self.shape, dtype=self.dtype))
+            segment = Segment(file, self.span.offset, self.span.length)
+            return read_segments([segment], torch.empty(self.shape, dtype=self.dtype))
         finally:
-            checkpoint.close()
+            file.close()
 
 
 class Checkpoint:
