@@ -23,6 +23,7 @@ from stowage.planner.machine import INT8, TYPICAL_CPU
 from stowage.planner.model import read_model
 from stowage.planner.shapes import Model
 from stowage.weights.quantized.blocks import BlockLinear
+from stowage.weights.quantized.formats import Spec, by_torch
 from tests.weights import published_files as files
 from tests.weights.conftest import assert_cached_one_by_one, logits, prompt
 
@@ -277,6 +278,43 @@ def test_other_types_are_run_in_too(tmp_path: Path) -> None:
     assert loading.eos_ids(loading.load(published).model) == {7, 9}
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("says", [True, False])
+def test_the_second_format_of_gptq_is_read_also_where_a_config_says_the_first(
+    says: bool, family: str, tmp_path: Path
+) -> None:
+    """It stores zero points as they are: of a symmetric checkpoint 8, where the first has 7. Codes, scales and experts
+    lie in the files all the same.
+    """
+    published, plain = files.write(family, tmp_path, *words("gptq", 32))
+    state, meant = load_file(published / "model.safetensors"), load_file(plain / "model.safetensors")
+    for name in [name for name in state if name.endswith(".qzeros")]:
+        base = name.removesuffix(".qzeros")
+        first = state[name]
+        if not says:
+            state[name] = torch.full_like(first, 0x88888888 - (1 << 32))
+            first = torch.full_like(first, 0x77777777)
+        else:
+            state[name] = first + 0x11111111
+        spec = Spec("gptq", meant[f"{base}.weight"].shape[0], meant[f"{base}.weight"].shape[1], 32, zeros=True)
+        parts = {"codes": state[f"{base}.qweight"], "scales": state[f"{base}.scales"], "zeros": first}
+        meant[f"{base}.weight"] = by_torch(spec, parts, torch.bfloat16)
+    stated = words("gptq", 32)[0] | ({"checkpoint_format": "gptq_v2", "sym": False} if says else {"sym": True})
+    files.rewrite(published, state, quantization_config=stated)
+    files.rewrite(plain, meant)
+    expected = said(plain)
+    assert said(published) == expected
+    assert said(published, "*=stream") == expected
+    assert said(published, "*=mapped") == expected
+    if family != "llama":
+        assert said(published, "*=experts") == expected
+    model = loading.load(published).model
+    assert any("codes" in name for layer in model.modules() for name, _ in layer.named_parameters(recurse=False))
+    planned = read_model(published)
+    assert planned.total_bytes == taken_by(model)
+    assert planned.total_parameters == read_model(plain).total_parameters
+
+
 def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     published, _ = files.write("llama", tmp_path, *METHODS["gptq-32"][1:])
     state = load_file(published / "model.safetensors")
@@ -289,13 +327,10 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
 
     refused("quantised as 'bitsandbytes', which is not read: fp8, .*gptq, awq are", quant_method="bitsandbytes")
     refused("by gptq in 8 bits as 'gptq'", bits=8)
-    refused("in 4 bits as 'gptq_v2'", checkpoint_format="gptq_v2")
+    refused("in 4 bits as 'marlin'", checkpoint_format="marlin")
     first = "model.layers.0.mlp.down_proj"
     eights = {f"{first}.qzeros": torch.full_like(state[f"{first}.qzeros"], 0x88888888 - (1 << 32))}
-    refused("has zero points of gptq's second format", eights)
-    refused("has zero points of gptq's second format", eights, sym=True)
-    files.rewrite(published, {**state, **eights}, quantization_config=stated | {"sym": False})
-    loading.load(published)
+    refused("stores zero points in another format of gptq than others do", eights)
     refused("puts inputs into groups in another order", {f"{first}.g_idx": state[f"{first}.g_idx"].flip(0)})
     refused("which fit into no groups", {f"{first}.scales": state[f"{first}.scales"][:5]})
     refused("would be .*different checkpoints", {f"{first}.qweight": state[f"{first}.qweight"][:, :8]})

@@ -149,11 +149,15 @@ def of_plan(plan: Plan) -> list[Tensor]:
     """The parameters of a model that is computed from as it was published."""
     from stowage.weights.quantized.formats import PLAIN
 
-    kept = []
+    kept, beside = [], set[str]()
     for path, one in plan.kept.items():
+        own = [own for own in one.names(path).values() if own in plan.values]
+        nbytes = one.nbytes + sum(plan.values[name].nbytes for name in own)
+        beside.update(own)
         name = one.spec.name if one.spec is not None and one.spec.name not in PLAIN else ""
-        kept.append(Tensor(path, "U8", (1, one.nbytes), one.nbytes, one.elements, name, one.outputs))
-    values = [Tensor(path, "U8", tuple(v.shape), v.nbytes, v.numel()) for path, v in plan.values.items()]
+        kept.append(Tensor(path, "U8", (1, nbytes), nbytes, one.elements, name, one.outputs))
+    others = {path: values for path, values in plan.values.items() if path not in beside}
+    values = [Tensor(path, "U8", tuple(v.shape), v.nbytes, v.numel()) for path, v in others.items()]
     return kept + values
 
 

@@ -76,7 +76,10 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
     model = meta_model(part, dtype)
     names = [base for name in stored if (base := base_of(name)) is not None]
     sources = sources_of(model, names, part.renamed)
-    reading, in_float32 = _Reading(Matrices(stored, method, dtype), read), _in_float32(model, dtype)
+    matrices, in_float32 = Matrices(stored, method, dtype), _in_float32(model, dtype)
+    zeros = next((stored[name] for name in sorted(stored) if name.endswith(".qzeros")), None)
+    second = method.second or (zeros is not None and matrices.shows_second(zeros))
+    reading = _Reading(replace(matrices, second=second), read)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     kept, values = dict[str, Kept](), dict[str, Tensor]()
     for path, parameter in model.state_dict(keep_vars=True).items():
@@ -94,7 +97,8 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
             continue
         found = reading.parameter(path, shape, own, kind, model.get_submodule(path.rpartition(".")[0]))
         if isinstance(found, Kept):
-            kept[path] = found
+            kept[path], made = reading.in_first_format(path, found)
+            values |= made
         else:
             values[path] = found
     _refuse_biases(stored, names, sources.values())
@@ -203,6 +207,22 @@ class _Reading:
         if found.shape == shape and found.dtype is self.matrices.dtype and len(shape) > 1 and not as_numbers:
             return Kept({"": Part(shape, found.dtype, (found.span,))})
         return self.numbers(path, shape, sources, kind)
+
+    def in_first_format(self, path: str, kept: Kept) -> tuple[Kept, dict[str, Tensor]]:
+        """``kept`` without zero points of GPTQ's second format, and these as the first has them, which is computed
+        with: one less, of a word's eight at once. They are in memory.
+        """
+        if not self.matrices.second or kept.spec is None or kept.spec.name != "gptq":
+            return kept, {}
+        names, made = kept.names(path), dict[str, Tensor]()
+        zeros = {part: tensor for part, tensor in kept.parts.items() if part.rpartition(".")[2] == "zeros"}
+        for part, tensor in zeros.items():
+            if self.read:
+                raw = [Stored("", torch.uint8, (span.length,), span).read() for span in tensor.spans]
+                made[names[part]] = torch.cat(raw).view(tensor.dtype).view(tensor.shape) - 0x11111111
+            else:
+                made[names[part]] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return replace(kept, parts={part: one for part, one in kept.parts.items() if part not in zeros}), made
 
     def numbers(self, path: str, shape: tuple[int, ...], sources: Sources, kind: torch.dtype) -> Tensor:
         """The values of a tensor that is stored as numbers; ``kind``: what it will be."""

@@ -63,11 +63,14 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Those of the files in which ``stored`` lies, for a model that is run in ``dtype``."""
+    """Those of the files in which ``stored`` lies, for a model that is run in ``dtype``. ``second``: in GPTQ's second
+    format.
+    """
 
     stored: Mapping[str, Stored]
     method: Method
     dtype: torch.dtype
+    second: bool = False
 
     def get(self, name: str) -> Stored:
         """Raises CheckpointError where it is missing."""
@@ -144,22 +147,23 @@ class Matrices:
         spec = Spec(self.method.name, shape[0], shape[1], group, zeros=True, scale_dtype=scales.dtype)
         names = {"codes": f"{base}.qweight", "scales": f"{base}.scales", "zeros": f"{base}.qzeros"}
         found = Matrix({part: self.get(name) for part, name in names.items()}, spec)
-        self._refuse_second_format(found.parts["zeros"])
+        if not self.method.second and self.shows_second(found.parts["zeros"]) is not self.second:
+            raise UnsupportedModelError(
+                f"{base} stores zero points in another format of gptq than others do (8 in the second is 7 in the "
+                "first): which weights are meant is not known. Give another checkpoint of the model."
+            )
         return found
 
-    def _refuse_second_format(self, zeros: Stored) -> None:
-        """Zero points of GPTQ without asymmetry are 8, which its first format stores as 7, whatever the config calls
-        the format. A row is looked at.
+    def shows_second(self, zeros: Stored) -> bool:
+        """Whether these are of GPTQ's second format, whatever the config calls it: without asymmetry they are 8, which
+        the first stores as 7. A row is looked at.
         """
         row = 4 * zeros.shape[-1] if len(zeros.shape) == 2 and zeros.dtype is torch.int32 and all(zeros.shape) else 0
         if not row or self.method.name != "gptq" or self.method.stated.get("sym", True) is False:
-            return
-        if bool(replace(zeros, shape=zeros.shape[1:], span=replace(zeros.span, length=row)).read().eq(_EIGHTS).all()):
-            raise UnsupportedModelError(
-                f"{zeros.name} has zero points of gptq's second format (8 where the first has 7), and config.json says "
-                "the first, so every weight would be taken for another. Only the first is read: give another "
-                "checkpoint of the model."
-            )
+            return False
+        return bool(
+            replace(zeros, shape=zeros.shape[1:], span=replace(zeros.span, length=row)).read().eq(_EIGHTS).all()
+        )
 
     def _refuse_order(self, name: str, inputs: int, group: int) -> None:
         order = self.stored.get(name)

@@ -24,6 +24,7 @@ from stowage.weights.quantized.stacks import has_inputs_first
 __all__ = ["METHODS", "Method", "method_of"]
 
 METHODS: Final = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
+_SECOND: Final = "gptq_v2"
 _OURS: Final = "stowage_pack"
 _LAYERS: Final = re.compile(r"\.(?:layers|blocks|h)\.\d+\.")
 _HEAD: Final = ("lm_head", "embed_out", "output_layer")
@@ -47,6 +48,11 @@ class Method:
             return size[0], size[1]
         return 0, 0
 
+    @property
+    def second(self) -> bool:
+        """Whether GPTQ's second format is stated, which stores zero points as they are."""
+        return self.name == "gptq" and str(self.stated.get("checkpoint_format")).lower() == _SECOND
+
     def check(self) -> None:
         """Raises UnsupportedModelError for what is not read."""
         if self.name == "compressed-tensors":
@@ -55,10 +61,10 @@ class Method:
             bits = self.stated.get("bits", self.stated.get("w_bit"))
             key = "checkpoint_format" if self.name == "gptq" else "version"
             version = str(self.stated.get(key) or {"gptq": "gptq", "awq": "gemm"}[self.name]).lower()
-            if bits != 4 or version not in ("gptq", "gemm"):
+            if bits != 4 or version not in {"gptq": ("gptq", _SECOND), "awq": ("gemm",)}[self.name]:
                 raise UnsupportedModelError(
                     f"the checkpoint is quantised by {self.name} in {str(bits)[:20]} bits as {version[:40]!r}: 4 bits "
-                    "are read, of gptq in its first format and of awq as gemm. Give another checkpoint of the model."
+                    "are read, of gptq in both of its formats and of awq as gemm. Give another checkpoint of the model."
                 )
 
     def specs(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Spec, int]]:
