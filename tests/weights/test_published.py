@@ -278,7 +278,7 @@ def test_other_types_are_run_in_too(tmp_path: Path) -> None:
     assert loading.eos_ids(loading.load(published).model) == {7, 9}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("says", [True, False])
 def test_the_second_format_of_gptq_is_read_also_where_a_config_says_the_first(
     says: bool, family: str, tmp_path: Path

@@ -46,10 +46,13 @@ def base_of(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One matrix in the files: its tensors by part, and its format; none of plain numbers of the type that is run."""
+    """One matrix in the files: its tensors by part, and its format; none of plain numbers of the type that is run.
+    ``second``: its zero points are those of GPTQ's second format.
+    """
 
     parts: Mapping[str, Stored]
     spec: Spec | None = None
+    second: bool = False
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Its values, read. Raises CheckpointError."""
@@ -58,6 +61,8 @@ class Matrix:
         own = {part: kind for part, (_, kind) in self.spec.tensors().items()}
         shapes = {part: shape for part, (shape, _) in self.spec.tensors().items()}
         read = {part: stored.read().view(own[part]).view(shapes[part]) for part, stored in self.parts.items()}
+        if self.second:
+            read["zeros"] = read["zeros"] - 0x11111111
         return dequantized(self.spec, read, dtype)
 
 
@@ -146,7 +151,7 @@ class Matrices:
         self._refuse_order(f"{base}.g_idx", shape[1], group)
         spec = Spec(self.method.name, shape[0], shape[1], group, zeros=True, scale_dtype=scales.dtype)
         names = {"codes": f"{base}.qweight", "scales": f"{base}.scales", "zeros": f"{base}.qzeros"}
-        found = Matrix({part: self.get(name) for part, name in names.items()}, spec)
+        found = Matrix({part: self.get(name) for part, name in names.items()}, spec, self.second)
         if not self.method.second and self.shows_second(found.parts["zeros"]) is not self.second:
             raise UnsupportedModelError(
                 f"{base} stores zero points in another format of gptq than others do (8 in the second is 7 in the "
