@@ -75,12 +75,6 @@ def agree(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def together() -> list[int]:
-    """How many layers a call of the kernel takes here, where it can take three."""
-    pairs = native._kernel.multiplies_halves()
-    return [3] if pairs else [1, 1, 1]
-
-
 def test_layers_of_one_input_are_computed_in_one_call_with_the_same_bits(net, calls):
     mode = RowInvariance(linear=True, exact=False)
     for seed, rows in enumerate((3, 1, 8, 2)):
@@ -90,7 +84,7 @@ def test_layers_of_one_input_are_computed_in_one_call_with_the_same_bits(net, ca
     calls.clear()
     with torch.inference_mode(), mode:
         net(torch.ones(1, 1, 40, dtype=net.first.weight.dtype))
-    assert calls == ([3] if net.first.weight.dtype is torch.float32 else together())
+    assert calls == [3]
 
 
 def test_a_model_that_changes_the_input_in_between_is_left_alone(net):
@@ -146,7 +140,7 @@ def test_a_weight_that_is_away_is_not_computed_ahead(net, calls):
     calls.clear()
     with torch.inference_mode(), mode:
         net(torch.ones(1, 1, 40, dtype=here.dtype))
-    assert calls == ([3] if here.dtype is torch.float32 else together())
+    assert calls == [3]
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -171,11 +171,14 @@ def test_no_file_is_long() -> None:
 
 
 def test_no_room_is_large() -> None:
-    """None has an eighth of the lines, or nobody would find a file in it."""
+    """None has an eighth of the lines, or nobody would find a file in it. C has rooms of its own: who looks for a
+    kernel does not look into policies.
+    """
     lines: dict[str, int] = {}
     for path in SOURCE.rglob("*"):
         if path.suffix in {".py", ".c", ".h", ".js", ".css", ".html"}:
-            room = path.relative_to(SOURCE).parts[0]
+            parts = path.relative_to(SOURCE).parts[:-1]
+            room = "/".join(parts[:2] if parts[:1] == ("native",) else parts[:1]) or path.name
             lines[room] = lines.get(room, 0) + len(path.read_text(encoding="utf-8").splitlines())
     largest = max(lines, key=lines.__getitem__)
     assert lines[largest] < sum(lines.values()) / 8, largest

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import stowage
 from stowage import CheckpointError, Engine, Memory, SamplingParams, StorageError
 from stowage.errors import ModelError
-from stowage.executor import kernels
 from stowage.executor.replay.calls.backend import CallBackend, RecordedSteps
 from stowage.executor.replay.programs import operations
 from stowage.executor.replay.programs.program import Program
@@ -323,7 +322,7 @@ def test_experts_and_latents_that_stay_are_parts_of_programs(
     with Engine(published, Memory(**SIZES), dtype="bfloat16") as engine:
         before = answers(engine)
         left = _pythons(engine) & {"stacked", "update", "paged_attention", "repeat_interleave"}
-        assert bool(left) != kernels._kernel.multiplies_halves(), left
+        assert not left
         for parameter in (p for n, p in engine.model.named_parameters() if "kv_b_proj" in n):
             with torch.no_grad():
                 parameter.mul_(2.0)

@@ -44,7 +44,7 @@ _DYNAMIC = {torch.float32: 6, torch.bfloat16: 7}
 INTEGER_FORMATS = frozenset("q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block mxfp4 int4 gptq awq".split())
 """Published formats of whole numbers, which inputs in 8 bits are multiplied with; and our own int8 and int4."""
 _SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
-REVISION = 6
+REVISION = 7
 """Raised when a kernel, or one more thing that kernels compute, changes the bits of an answer."""
 _INT8_BLOCK = 32
 """Inputs with one scale, where they are rounded to 8 bits."""
@@ -198,9 +198,9 @@ def of_plain(weight: Tensor, scales: Tensor | None = None) -> Matrix:
 def of_int4(dtype: torch.dtype, codes: Tensor, scales: Tensor, group: int) -> Matrix:
     """One for inputs of ``dtype`` of ``codes`` ``[outputs, inputs / 2]``, uint8: two weights of an output in a byte,
     the first half of its inputs in the low halves. ``scales`` ``[2, outputs, inputs / group]``, float16: what a code is
-    multiplied with, and what is added then. Where pairs of bfloat16 are multiplied, weights are rounded to it before.
+    multiplied with, and what is added then. For inputs in bfloat16 weights are rounded to it.
     """
-    if dtype is not torch.bfloat16 or not _kernel.multiplies_halves():
+    if dtype is not torch.bfloat16:
         return Matrix(codes, codes.shape[0], codes.stride(0), scales, group=group)
     return _of_packed4(codes, scales, group)
 
@@ -258,7 +258,7 @@ def form_of(x: Tensor, matrix: Matrix) -> tuple[int, bool]:
     if matrix.int8:
         return _DYNAMIC[x.dtype], x.dtype is torch.bfloat16
     numbers = x.dtype if matrix.form else matrix.codes.dtype
-    if x.dtype is torch.bfloat16 and numbers in _HALVES and _kernel.multiplies_halves():
+    if x.dtype is torch.bfloat16 and numbers in _HALVES:
         return _HALVES[numbers], True
     return _FORMS[numbers], False
 

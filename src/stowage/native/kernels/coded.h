@@ -5,8 +5,6 @@
  * A block of codes of 4 or 5 bits has 16 or 32 different weights. They are computed and rounded once, and looked up.
  * Scales are floats already, those of a piece of a row side by side: coded_scales.h.
  */
-#define UNROLLED _Pragma("GCC unroll 16")
-#define UNUSED __attribute__((unused))
 
 /* Format, its name here, bytes of a block, scales of one, and how many parts of it are computed after each other, of so
  * many registers each. FOUR: where inputs are a multiple of 128. WIDE: where those of a group are. */

@@ -92,7 +92,6 @@ static const CodedWays coded_wide[FORMATS_END] = {CODED_WIDE(OF)};
 #undef OF
 static const CodedWays coded_high = WAYS(packed4_high, 32, 1, 1, 32), coded_tall = WAYS(fp8_tall, 128, 4, 1, 128);
 #undef WAYS
-#undef UNROLLED
 
 /* How what begins at input k is computed. */
 static const CodedWays *coded_ways(const Linear *job, int64_t k)

@@ -114,89 +114,140 @@ static inline ALWAYS void dynamic_codes_of(int format, const Coded *row, int64_t
         codes[i] = (uint8_t)code_of(format, row, k, i);
 }
 
-/* Block `k / 32` of an output's row: its codes, scale, and least value or second scale. */
-static void dynamic_block(const Linear *job, const Coded *row, int64_t k, uint8_t codes[32], float *scale, float *more)
+/* Bytes of a block of 32, or 256. */
+static const int block_bytes_of[FORMATS_END] = {[Q8_0] = 34, [Q4_0] = 18, [Q4_1] = 20, [Q5_0] = 22, [Q5_1] = 24,
+                                                [MXFP4_BLOCK] = 17, [Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210};
+
+static inline const uint8_t *dynamic_block(int format, const Coded *row, int64_t k)
 {
-    static const int sizes[FORMATS_END] = {[Q8_0] = 34, [Q4_0] = 18, [Q4_1] = 20, [Q5_0] = 22, [Q5_1] = 24,
-                                           [MXFP4_BLOCK] = 17};
-    static const int wide[FORMATS_END] = {[Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210};
+    return row->w + k / (format < Q2_K ? 32 : 256) * block_bytes_of[format];
+}
+
+/* Of block `k / 32` of an output's row: its scale, and least value or second scale. */
+static void dynamic_scale(const Linear *job, const Coded *row, int64_t k, float *scale, float *more)
+{
     int64_t group = job->scales != NULL ? k / row->group : 0;
     int j = (int)(k % 256 / 32);
-    const uint8_t *block = row->w + (wide[job->format] ? k / 256 * wide[job->format] : k / 32 * sizes[job->format]);
+    const uint8_t *block = dynamic_block(job->format, row, k);
     float scales[16];
     *more = 0;
     switch (job->format) {
     case PLAIN:
         *scale = scale_of(row, 0);
-        for (int i = 0; i < 32; i++)
-            codes[i] = row->w[k + i] ^ 128;
-        return;
-    case Q8_0:
-        *scale = read_half(block);
-        for (int i = 0; i < 32; i++)
-            codes[i] = block[2 + i] ^ 128;
-        return;
-    case Q4_0:
-        *scale = read_half(block);
-        dynamic_halves(block + 2, 0, codes);
         return;
     case Q4_1:
-        *scale = read_half(block);
-        *more = read_half(block + 2);
-        dynamic_halves(block + 4, 0, codes);
-        return;
+    case Q5_1:
+        *more = read_half(block + 2); /* fall through */
+    case Q8_0:
+    case Q4_0:
     case Q5_0:
         *scale = read_half(block);
-        dynamic_halves(block + 6, read_word(block + 2), codes);
-        return;
-    case Q5_1:
-        *scale = read_half(block);
-        *more = read_half(block + 2);
-        dynamic_halves(block + 8, read_word(block + 4), codes);
         return;
     case Q4_K:
     case Q5_K:
         scales_k(block, scales);
         *scale = scales[j];
         *more = -scales[8 + j];
-        if (job->format == Q4_K)
-            codes_q4_k(block, j, (int8_t *)codes);
-        else
-            codes_q5_k(block, j, (int8_t *)codes);
         return;
     case Q6_K:
         *scale = read_half(block + 208) * (float)(int8_t)block[192 + 2 * j];
         *more = read_half(block + 208) * (float)(int8_t)block[193 + 2 * j];
+        return;
+    case MXFP4_BLOCK:
+        *scale = power_of(block[0]) * 0.5f;
+        return;
+    case MXFP4:
+        *scale = scale_of(row, k / 32) * 0.5f;
+        return;
+    case PACKED4:
+        *scale = read_half(row->scales + 2 * group);
+        *more = read_half(row->zeros + 2 * group);
+        return;
+    default: /* INT4_WORDS, GPTQ, AWQ */
+        *scale = scale_of(row, group);
+        *more = dynamic_kind(job) == LEAST ? -(zero_of(row, group) * *scale) : 0;
+    }
+}
+
+/* Its codes. */
+static void dynamic_codes(const Linear *job, const Coded *row, int64_t k, uint8_t codes[32])
+{
+    int j = (int)(k % 256 / 32);
+    const uint8_t *block = dynamic_block(job->format, row, k);
+    switch (job->format) {
+    case PLAIN:
+    case Q8_0:
+        for (int i = 0; i < 32; i++)
+            codes[i] = (job->format == PLAIN ? row->w[k + i] : block[2 + i]) ^ 128;
+        return;
+    case Q4_0:
+        dynamic_halves(block + 2, 0, codes);
+        return;
+    case Q4_1:
+        dynamic_halves(block + 4, 0, codes);
+        return;
+    case Q5_0:
+        dynamic_halves(block + 6, read_word(block + 2), codes);
+        return;
+    case Q5_1:
+        dynamic_halves(block + 8, read_word(block + 4), codes);
+        return;
+    case Q4_K:
+        codes_q4_k(block, j, (int8_t *)codes);
+        return;
+    case Q5_K:
+        codes_q5_k(block, j, (int8_t *)codes);
+        return;
+    case Q6_K:
         for (int i = 0; i < 32; i++)
             codes[i] = (uint8_t)((block[j / 4 * 64 + j % 2 * 32 + i] >> j % 4 / 2 * 4 & 15)
                                  | (block[128 + j / 4 * 32 + i] >> j % 4 * 2 & 3) << 4);
         return;
     case MXFP4_BLOCK:
-        *scale = power_of(block[0]) * 0.5f;
         dynamic_halves(block + 1, 0, codes);
         for (int i = 0; i < 32; i++)
             codes[i] = dynamic_fp4[codes[i]];
         return;
     case MXFP4:
-        *scale = scale_of(row, k / 32) * 0.5f;
         for (int i = 0; i < 32; i++)
             codes[i] = dynamic_fp4[code_of(MXFP4, row, k, i)];
         return;
     case PACKED4:
-        *scale = read_half(row->scales + 2 * group);
-        *more = read_half(row->zeros + 2 * group);
         dynamic_codes_of(PACKED4, row, k, codes);
         return;
-    default: /* INT4_WORDS, GPTQ, AWQ */
-        *scale = scale_of(row, group);
-        *more = dynamic_kind(job) == LEAST ? -(zero_of(row, group) * *scale) : 0;
-        if (job->format == INT4_WORDS)
-            dynamic_codes_of(INT4_WORDS, row, k, codes);
-        else if (job->format == GPTQ)
-            dynamic_codes_of(GPTQ, row, k, codes);
-        else
-            dynamic_codes_of(AWQ, row, k, codes);
+    case INT4_WORDS:
+        dynamic_codes_of(INT4_WORDS, row, k, codes);
+        return;
+    case GPTQ:
+        dynamic_codes_of(GPTQ, row, k, codes);
+        return;
+    default:
+        dynamic_codes_of(AWQ, row, k, codes);
     }
 }
+
+/* Format, its name here, bytes of so many groups of four blocks, what its codes are, and how large: below 16, such that
+ * eight of them times inputs are below 2^15, or larger. HERE: scales are in the blocks. LAID: they are laid out before.
+ * TURNS: these too, and a byte's halves are neighbours; for few rows inputs are turned instead, and codes at even
+ * places are the first 16. */
+enum { SMALL = 2, MEDIUM = 1, LARGE = 0 };
+#define DYNAMIC_HERE(OF)                                                                                               \
+    OF(Q8_0, q8_0, 136, 1, BIASED, LARGE)                                                                              \
+    OF(Q4_0, q4_0, 72, 1, BIASED, SMALL)                                                                               \
+    OF(Q4_1, q4_1, 80, 1, LEAST, SMALL)                                                                                \
+    OF(Q5_0, q5_0, 88, 1, BIASED, MEDIUM)                                                                              \
+    OF(Q5_1, q5_1, 96, 1, LEAST, MEDIUM)                                                                               \
+    OF(Q4_K, q4_k, 144, 2, LEAST, SMALL)                                                                               \
+    OF(Q5_K, q5_k, 176, 2, LEAST, MEDIUM)                                                                              \
+    OF(Q6_K, q6_k, 210, 2, TWO, MEDIUM)                                                                                \
+    OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED, MEDIUM)
+#define DYNAMIC_LAID(OF)                                                                                               \
+    OF(PLAIN, plain, 128, 1, BIASED, LARGE)                                                                            \
+    OF(PACKED4, packed4, 128, 1, LEAST, SMALL)                                                                         \
+    OF(FORMATS_END, packed4_high, 128, 1, LEAST, SMALL)
+#define DYNAMIC_TURNS(OF)                                                                                              \
+    OF(MXFP4, mxfp4, 64, 1, BIASED, MEDIUM)                                                                            \
+    OF(INT4_WORDS, int4, 64, 1, BIASED, SMALL)                                                                         \
+    OF(GPTQ, int4_least, 64, 1, LEAST, SMALL)
 
 #endif

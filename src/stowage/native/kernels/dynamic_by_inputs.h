@@ -285,4 +285,3 @@ static void dynamic_lay_by_inputs(const Linear *job, int64_t n, int64_t wide, co
                                                                        panel->codes + to * DYNAMIC_CODES);
     }
 }
-#undef UNROLLED

@@ -1,31 +1,6 @@
 /* Weights in block formats as codes of 8 bits (dynamic.h), four blocks at a time in two registers: the first 16 of each
  * block, then the others. And their scales, those of a piece of a row side by side.
  */
-#define UNROLLED _Pragma("GCC unroll 16")
-
-/* Format, its name here, bytes of so many groups of four blocks, what its codes are, and how large: below 16, such that
- * eight of them times inputs are below 2^15, or larger. HERE: scales are in the blocks. LAID: they are laid out before.
- * TURNS: these too, and a byte's halves are neighbours; for few rows inputs are turned instead, and codes at even
- * places are the first 16. */
-enum { SMALL = 2, MEDIUM = 1, LARGE = 0 };
-#define DYNAMIC_HERE(OF)                                                                                               \
-    OF(Q8_0, q8_0, 136, 1, BIASED, LARGE)                                                                              \
-    OF(Q4_0, q4_0, 72, 1, BIASED, SMALL)                                                                               \
-    OF(Q4_1, q4_1, 80, 1, LEAST, SMALL)                                                                                \
-    OF(Q5_0, q5_0, 88, 1, BIASED, MEDIUM)                                                                              \
-    OF(Q5_1, q5_1, 96, 1, LEAST, MEDIUM)                                                                               \
-    OF(Q4_K, q4_k, 144, 2, LEAST, SMALL)                                                                               \
-    OF(Q5_K, q5_k, 176, 2, LEAST, MEDIUM)                                                                              \
-    OF(Q6_K, q6_k, 210, 2, TWO, MEDIUM)                                                                                \
-    OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED, MEDIUM)
-#define DYNAMIC_LAID(OF)                                                                                               \
-    OF(PLAIN, plain, 128, 1, BIASED, LARGE)                                                                            \
-    OF(PACKED4, packed4, 128, 1, LEAST, SMALL)                                                                         \
-    OF(FORMATS_END, packed4_high, 128, 1, LEAST, SMALL)
-#define DYNAMIC_TURNS(OF)                                                                                              \
-    OF(MXFP4, mxfp4, 64, 1, BIASED, MEDIUM)                                                                            \
-    OF(INT4_WORDS, int4, 64, 1, BIASED, SMALL)                                                                         \
-    OF(GPTQ, int4_least, 64, 1, LEAST, SMALL)
 
 /* Group `part` of those that lie `at` an address. */
 #define UNPACK(format)                                                                                                 \

@@ -6,10 +6,9 @@ typedef struct {
     void (*round)(const void *, int, int64_t, int, DynamicInputs *);
 } Dynamic;
 
-static const Dynamic BASE_DYNAMIC = {base_dynamic_linear, dynamic_round};
+static const Dynamic BASE_DYNAMIC = {dynamic_linear, dynamic_round};
 #ifdef CHOICE
-static const Dynamic AVX2_DYNAMIC = {avx2_dynamic_linear, dynamic_round};
-static const Dynamic AVX512_DYNAMIC = {avx512_dynamic_linear, dynamic_round};
+static const Dynamic AVX2_DYNAMIC = {dynamic_avx2, dynamic_round_avx2};
 #endif
 #ifdef PAIRS
 static const Dynamic VNNI_DYNAMIC = {dynamic_vnni, dynamic_round_quickly};
@@ -22,7 +21,7 @@ static void choose_dynamic(void)
     dynamic = &BASE_DYNAMIC;
 #ifdef CHOICE
     if (used != &BASE)
-        dynamic = used == &AVX2 ? &AVX2_DYNAMIC : &AVX512_DYNAMIC;
+        dynamic = &AVX2_DYNAMIC;
 #ifdef PAIRS
     if (used->halves != NULL && __builtin_cpu_supports("avx512vnni"))
         dynamic = &VNNI_DYNAMIC;

@@ -279,7 +279,7 @@ static int dynamic_some(const Linear *job, int64_t begin, int64_t end)
 static int dynamic_vnni(const Linear *job, int64_t begin, int64_t end)
 {
     if (dynamic_is_odd(job))
-        return avx512_dynamic_linear(job, begin, end);
+        return dynamic_linear(job, begin, end);
     if (job->rows <= DYNAMIC_FEW)
         return dynamic_some(job, begin, end);
     if (coded_pays_twice(job, 16))

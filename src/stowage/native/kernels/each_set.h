@@ -1,10 +1,14 @@
 /* What there is for each set of instructions: of `LANES` floats in a vector, under names that NAME makes. */
 
 #include "vectors.h"
+#if LANES == 8
+#include "codes_avx2.h"
+#include "dynamic_avx2.h"
+#include "numbers_avx2.h"
+#endif
 #include "formats.h"
 #include "linear.h"
 #include "inputs_first.h"
-#include "dynamic_linear.h"
 #include "attention_scores.h"
 #include "attention.h"
 #include "norm.h"

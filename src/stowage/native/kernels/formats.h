@@ -120,6 +120,11 @@ static void NAME(decode)(const Linear *job, int64_t n, int64_t k, int64_t end, f
 {
     Coded row = coded_row(job, n);
     int64_t size = job->format < Q2_K ? 32 : 256;
+#if LANES >= 8
+    int64_t done = avx2_decode_whole(job, n, k, end, to);
+    k += done;
+    to += done;
+#endif
     for (; k < end; k += size, to += size) {
         int count = end - k < size ? (int)(end - k) : (int)size;
         NAME(decoders)[job->format](&row, k, count, to);

@@ -38,7 +38,6 @@ static inline ALWAYS __m512bh halves_some_c(__mmask32 there, const int8_t *from)
     return halves_of(_mm256_maskz_loadu_epi8(there, from));
 }
 
-#define UNROLLED _Pragma("GCC unroll 8")
 
 /* Totals of 8 vectors at once, to[(i % 4) * 4 + i / 4] of vector i: halves of a vector are added, their halves, and so
  * on, as in `total`, and so with its bits. */
@@ -124,7 +123,6 @@ ALL(c, int8_t)
 #undef ROW
 #undef TILE
 #undef STEP
-#undef UNROLLED
 
 typedef void (*HalvesTile)(const uint16_t *, int64_t, const void *, int64_t, int64_t, int64_t, __m512 *, float *,
                            int64_t, int);

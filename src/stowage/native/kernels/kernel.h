@@ -28,6 +28,8 @@
 #else
 #define SETTLE(value) ((void)(value))
 #endif
+#define UNROLLED _Pragma("GCC unroll 16")
+#define UNUSED __attribute__((unused))
 #define DEPTH 1024 /* inputs that are summed at a time */
 #define FEW 8      /* rows with which a weight's row is read to its end */
 #define FAR_ROWS 4 /* rows with which outputs that are computed together lie far apart */
@@ -51,7 +53,8 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, HALVES = 4, INT8_HALVES = 
 
 /* `scales` of codes. INT8: floats, one for each output. INT4: halves, one for each `group` of inputs of an output, and
  * behind them all as many least values; byte j of an output has input j in its low half, and input j + inputs / 2 in
- * the other. `x` are floats; HALVES, where the weights are too, and INT8_HALVES: bfloat16. So is `y` if it is `narrow`,
+ * the other. `x` are floats; HALVES, where the weights are too, and INT8_HALVES: bfloat16 (without
+ * instructions for pairs of them, they become floats first). So is `y` if it is `narrow`,
  * which only these two can make it, and DYNAMIC and DYNAMIC_HALVES, where x, floats or bfloat16, is rounded to 8 bits
  * (dynamic.h). `packed`: the rows of x as tiles.h or dynamic.h lays them out, or NULL.
  *
@@ -61,6 +64,7 @@ typedef struct {
     const void *x, *scales, *w, *zeros;
     const char *packed;
     void *y;
+    float *wide; /* where sums go before they are narrow, or NULL */
     int64_t rows, inputs, outputs, x_row, w_row, group;
     int64_t tall;
     int form, narrow, format, kind;

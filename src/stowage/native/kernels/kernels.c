@@ -1,6 +1,7 @@
 /* Kernels: arguments in, the work done by several threads without the interpreter's lock. See kernel.h. */
 
 #include "dynamic.h"
+#include "dynamic_linear.h"
 #include "formats_common.h"
 #include "kernel.h"
 #include "super_blocks.h"
@@ -12,9 +13,14 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define CHOICE 1
+#if __GNUC__ >= 11
+#define CAN_F16C __builtin_cpu_supports("f16c")
+#else
+#define CAN_F16C 1 /* every processor with AVX2 has it */
+#endif
 #include <immintrin.h>
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #define LANES 8
 #define NAME(x) avx2_##x
 #include "each_set.h"
@@ -99,7 +105,7 @@ static int choose(const char *name)
     const Instructions *found = NULL;
 #ifdef CHOICE
     __builtin_cpu_init();
-    int can_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int can_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && CAN_F16C;
     int can_avx512 = can_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
 #ifdef PAIRS
     int can_pairs = can_avx512 && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
@@ -338,7 +344,7 @@ static PyMethodDef methods[] = {
     {"delta", delta, METH_VARARGS, "Gated delta rules; addresses, sizes and strides."},
     {"scan", scan, METH_VARARGS, "Selective state spaces; addresses, sizes and strides."},
     {"convolve", convolve, METH_VARARGS, "Short convolutions over tokens; addresses, sizes and strides."},
-    {"multiplies_halves", multiplies_halves, METH_NOARGS, "Whether `linear` takes x in bfloat16: forms 4 and 5."},
+    {"multiplies_halves", multiplies_halves, METH_NOARGS, "Whether there are instructions for pairs of bfloat16."},
     {"trust_tiles", trust_tiles, METH_NOARGS, "They were tried: `use_instructions(None)` takes them."},
     {"trust_scoring", trust_scoring, METH_NOARGS, "What attention multiplies bfloat16 with now was tried: it stays."},
     {"use_threads", use_threads, METH_O, "The address of GOMP_parallel; 0: one thread."},

@@ -27,6 +27,16 @@ static int multiply(const Linear *job, int64_t begin, int64_t end)
 {
     if (job->form >= DYNAMIC)
         return dynamic->linear(job, begin, end);
+    if (job->wide != NULL) {
+        Linear own = *job;
+        own.y = job->wide;
+        own.wide = NULL;
+        own.narrow = 0;
+        int there = multiply(&own, begin, end);
+        for (int64_t at = begin; at < job->rows * job->outputs; at += job->outputs)
+            base_narrow(job->wide + at, (uint16_t *)job->y + at, end - begin);
+        return there;
+    }
     void (*work)(const Linear *, int64_t, int64_t) =
         job->packed ? used->tiles : job->form >= HALVES ? used->halves : used->linear;
     if (job->format == INPUTS_FIRST)
@@ -138,6 +148,53 @@ static int rounded_alike(const Linear *all, int first, int layers, int *bias)
     return i - first;
 }
 
+/* Layers of inputs in bfloat16, which no instructions multiply: as floats. What these are in; NULL: there is no memory for it.
+ * `common`: all have the same inputs. */
+static float *widen_layers(LinearShares *shares, int layers, int common)
+{
+    int64_t rows = shares->job->rows, inputs = shares->job->inputs, floats = 0;
+    for (int i = 0; i < layers; i++)
+        floats += rows * (shares->job[i].outputs + (i == 0 || !common ? inputs : 0));
+    float *room = malloc((size_t)floats * sizeof *room), *next = room;
+    for (int i = 0; room != NULL && i < layers; i++) {
+        Linear *job = &shares->job[i];
+        const uint16_t *from = job->x;
+        job->x = i > 0 && common ? room : next;
+        for (int64_t r = 0; (i == 0 || !common) && r < rows; r++, next += inputs)
+            base_widen(from + r * job->x_row, next, inputs);
+        job->x_row = inputs;
+        job->form = job->form == HALVES ? BFLOAT16 : INT8;
+        job->wide = job->narrow ? next : NULL;
+        next += rows * job->outputs;
+    }
+    return room;
+}
+
+/* Such layers, some rows at a time. 0: there is no memory for it. */
+static int spread_wide(LinearShares *shares, int layers, long threads)
+{
+    Linear all[TOGETHER];
+    memcpy(all, shares->job, sizeof all);
+    float *room = NULL;
+    for (int64_t row = 0; row < all[0].rows; row += DYNAMIC_ROWS) {
+        for (int i = 0; i < layers; i++)
+            shares->job[i] = some_rows(&all[i], row, DYNAMIC_ROWS, NULL);
+        free(room);
+        room = widen_layers(shares, layers, 1);
+        if (room == NULL)
+            return 0;
+        spread_linear(shares, threads);
+    }
+    free(room);
+    return 1;
+}
+
+/* Whether inputs become floats first. */
+static int is_wide(const Linear *job)
+{
+    return job->form >= HALVES && job->form < DYNAMIC && used->halves == NULL;
+}
+
 /* Layers whose inputs are rounded, some rows at a time. 0: there is no memory for it. */
 static int spread_dynamic(LinearShares *shares, int layers, long threads)
 {
@@ -220,6 +277,8 @@ static int multiply_together(const int64_t *value, int layers)
     long threads = divide(&shares, layers, (long)value[7]);
     if (shares.job->form >= DYNAMIC)
         return spread_dynamic(&shares, layers, threads) && !atomic_load(&shares.failed);
+    if (is_wide(shares.job))
+        return spread_wide(&shares, layers, threads) && !atomic_load(&shares.failed);
 #ifdef TILES
     if (is_tiled(shares.job) && spread_tiles(&shares, layers, threads))
         return !atomic_load(&shares.failed);
@@ -233,7 +292,10 @@ static int multiply_each(LinearShares *shares, int layers, long threads)
 {
     int64_t groups = dynamic_groups(shares->job->inputs);
     DynamicInputs *room = NULL;
+    float *wide = NULL;
     atomic_init(&shares->failed, 0);
+    if (is_wide(shares->job) && (wide = widen_layers(shares, layers, 0)) == NULL)
+        return 0;
     if (shares->job->form >= DYNAMIC && (room = aligned_alloc(64, (size_t)(layers * groups) * sizeof *room)) == NULL)
         return 0;
     for (int i = 0; room != NULL && i < layers; i++) {
@@ -243,6 +305,7 @@ static int multiply_each(LinearShares *shares, int layers, long threads)
     }
     spread_linear(shares, divide(shares, layers, threads));
     free(room);
+    free(wide);
     return !atomic_load(&shares->failed);
 }
 
@@ -251,7 +314,7 @@ static int can_multiply(int64_t form, int64_t narrow, int64_t inputs)
 {
     if (form >= DYNAMIC)
         return form <= DYNAMIC_HALVES && inputs % DYNAMIC_BLOCK == 0;
-    return form >= HALVES ? used->halves != NULL : narrow == 0;
+    return form >= HALVES || narrow == 0;
 }
 
 static PyObject *linear(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count)
@@ -265,7 +328,7 @@ static PyObject *linear(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssi
     if (read_numbers(args, count, value) < 0)
         return NULL;
     if (!can_multiply(value[5], value[6], value[2])) {
-        PyErr_SetString(PyExc_ValueError, "this processor multiplies no pairs of bfloat16");
+        PyErr_SetString(PyExc_ValueError, "only products of bfloat16 are narrow, and only of blocks of 32 inputs are they rounded");
         return NULL;
     }
     int there;

@@ -14,6 +14,7 @@
 #else
 #define COLUMNS 3
 #endif
+#define SCRATCH 12 /* outputs whose inputs become numbers at a time */
 
 #define TILE(FETCHES, KIND, F, T, R, C)                                                                                \
     static void NAME(KIND##_##F##R##C)(const float *x, int64_t x_row, const void *at, int64_t w_apart, int64_t depth,  \
@@ -143,15 +144,28 @@ static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n,
     }
 }
 
+#if LANES == 8
+#include "dots_avx2.h"
+#endif
+
 /* Outputs [begin, end) of all rows. Few rows: weights' rows are read to their ends, and of very few one after the other
  * in each of three thirds: a processor fetches a few long runs ahead better than many short ones. Many: a block of inputs
  * of PANEL rows stays in the cache while all weights pass. */
 static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
 {
-    float scratch[3 * DEPTH] __attribute__((aligned(64)));
-    int columns = job->form == INT4 || job->format != PLAIN ? 3 : COLUMNS;
+    float scratch[SCRATCH * DEPTH] __attribute__((aligned(64)));
+    int columns = job->form == INT4 || job->format != PLAIN ? SCRATCH : LANES == 8 ? 24 : COLUMNS;
     for (int64_t row = 0; row < job->rows; row += PANEL) {
         int64_t rows = job->rows - row < PANEL ? job->rows - row : PANEL;
+#if LANES == 8
+        int64_t done = begin;
+        for (; rows <= FEW && avx2_numbers_way(job) != NULL && done < end; done += 2)
+            for (int64_t k = 0, wide = end - done < 2 ? 1 : 2; k < job->inputs; k += DEPTH)
+                if (!avx2_dots(job, row, rows, done, wide, k))
+                    NAME(strip)(job, row, rows, done, (int)wide, 1, k, scratch);
+        if (done > begin)
+            continue;
+#endif
         if (rows <= FEW) {
             int64_t passes = (end - begin) / 3, apart = rows <= FAR_ROWS ? passes : 1, next = rows <= FAR_ROWS ? 1 : 3;
             for (int64_t n = 0; n < passes; n++)
@@ -169,3 +183,4 @@ static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
         scale_sums((float *)job->y + row * job->outputs + begin, (const float *)job->scales + begin, end - begin);
 }
 #undef COLUMNS
+#undef SCRATCH

@@ -13,7 +13,6 @@
  */
 enum { SIZE_LEAST = 71 << 8, SIZE_END = 184 << 8, SCORES_WIDTH = 1024 }; /* bits of 2^-56 and 2^57, shifted by the sign */
 
-#define UNROLLED _Pragma("GCC unroll 16")
 
 static inline ALWAYS __mmask32 out_of_range(__m512i numbers)
 {
@@ -207,7 +206,6 @@ static int pairs_scores(int64_t width, int rows, int low, int high, const int *f
     add_rest(width, rows, low, high, s);
     return 1;
 }
-#undef UNROLLED
 
 #include "pair_values.h"
 

@@ -10,7 +10,6 @@
  * range of pair_scores.h (others are left to floats), and sums that shrink below SUM_LEAST become 0. So all are multiples
  * of 2^-123.
  */
-#define UNROLLED _Pragma("GCC unroll 16")
 
 static inline ALWAYS __m512i pairs_sixteen(const uint16_t *from)
 {
@@ -73,4 +72,3 @@ static void pairs_add(int64_t width, const float *const *weights, int low, int h
     ADD(1)
 }
 #undef ADD
-#undef UNROLLED

@@ -12,7 +12,6 @@
  *
  * Weighing values cannot be done so with the bits that there are: see docs/internals.md.
  */
-#define UNROLLED _Pragma("GCC unroll 16")
 
 static int64_t tile_steps(int64_t width) /* 0: tiles are not deep enough */
 {
@@ -130,6 +129,5 @@ static int tiles_scores(int64_t width, int rows, int low, int high, const int *f
     add_rest(width, rows, low, high, s);
     return 1;
 }
-#undef UNROLLED
 
 static const Scoring by_tiles = {tile_scores_begin, tile_scores_end, tiles_lay_queries, tiles_scores, pairs_lay_values, pairs_add};

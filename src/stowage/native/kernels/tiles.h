@@ -44,7 +44,6 @@ static const TilesShape tiles_shape __attribute__((unused)) = {
 #define FLUSHED 0x8040
 #define APART static __attribute__((noinline))
 
-#define UNROLLED _Pragma("GCC unroll 16")
 
 /* 32 inputs or weights, or those of the mask and zeros, as two vectors of floats: of even indices, and of odd ones. */
 static inline ALWAYS void apart_b(__mmask32 there, const uint16_t *from, __m512 *even, __m512 *odd)
@@ -303,7 +302,6 @@ static void tiles_linear(const Linear *job, int64_t begin, int64_t end)
     free(room);
 }
 #undef APART
-#undef UNROLLED
 
 /* Whether the processor has tiles of bfloat16, and the system lets this process use them: that is asked once. */
 static int tiles_can(void)

@@ -1,0 +1,269 @@
+/* Weights in block formats as codes of 8 bits (dynamic.h) with AVX2: of four blocks in registers, the first 16 of blocks 0
+ * and 1, of 2 and 3, then the others of these. Where all 8 bits count, codes have a sign and no bias. */
+
+/* Group `part` of those that lie `at` an address. */
+#define UNPACK(format)                                                                                                 \
+    static inline ALWAYS void codes_avx2_##format(const uint8_t *at, int part UNUSED, __m256i w[4])
+#define PAIRS_OF_BLOCKS UNROLLED for (int p = 0; p < 2; p++)
+
+/* 16 bytes of each of two blocks. */
+static inline ALWAYS __m256i avx2_two(const uint8_t *at, int apart)
+{
+    __m128i first = _mm_loadu_si128((const __m128i *)at), second = _mm_loadu_si128((const __m128i *)(at + apart));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
+}
+
+static inline ALWAYS __m256i avx2_32(const uint8_t *at)
+{
+    return _mm256_loadu_si256((const __m256i *)at);
+}
+
+static inline ALWAYS __m256i avx2_low(__m256i v)
+{
+    return _mm256_and_si256(v, _mm256_set1_epi8(15));
+}
+
+static inline ALWAYS __m256i avx2_high(__m256i v)
+{
+    return avx2_low(_mm256_srli_epi16(v, 4));
+}
+
+/* Of two blocks in their order, or back. */
+static inline ALWAYS void avx2_parted(__m256i a, __m256i b, __m256i *first, __m256i *second)
+{
+    *first = _mm256_permute2x128_si256(a, b, 0x20);
+    *second = _mm256_permute2x128_si256(a, b, 0x31);
+}
+
+/* 16 where a bit is set of the two bytes from `byte` on of each half's words. */
+static inline ALWAYS __m256i avx2_fifth(__m256i words, char byte)
+{
+    __m256i which = _mm256_set_epi64x(0x0101010101010101, 0, 0x0101010101010101, 0);
+    __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201);
+    words = _mm256_shuffle_epi8(words, _mm256_add_epi8(which, _mm256_set1_epi8(byte)));
+    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(words, bit), bit), _mm256_set1_epi8(16));
+}
+
+UNPACK(q8_0)
+{
+    PAIRS_OF_BLOCKS {
+        w[p] = avx2_two(at + 2 + 68 * p, 34);
+        w[2 + p] = avx2_two(at + 18 + 68 * p, 34);
+    }
+}
+
+UNPACK(plain)
+{
+    PAIRS_OF_BLOCKS avx2_parted(avx2_32(at + 64 * p), avx2_32(at + 64 * p + 32), &w[p], &w[2 + p]);
+}
+
+/* Blocks of 16 bytes, whose low halves are the first 16, behind so many others; and the same with fifth bits. */
+#define HALVED(format, BYTES, FIRST, FIFTH)                                                                            \
+    UNPACK(format)                                                                                                     \
+    {                                                                                                                  \
+        PAIRS_OF_BLOCKS {                                                                                              \
+            const uint8_t *own = at + 2 * BYTES * p;                                                                   \
+            __m256i v = avx2_two(own + BYTES - 16, BYTES);                                                             \
+            w[p] = avx2_low(v);                                                                                        \
+            w[2 + p] = avx2_high(v);                                                                                   \
+            if (FIFTH) {                                                                                               \
+                __m256i words = _mm256_set_m128i(_mm_set1_epi32((int)read_word(own + BYTES + FIRST)),                  \
+                                                 _mm_set1_epi32((int)read_word(own + FIRST)));                         \
+                w[p] = _mm256_or_si256(w[p], avx2_fifth(words, 0));                                                    \
+                w[2 + p] = _mm256_or_si256(w[2 + p], avx2_fifth(words, 2));                                            \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+HALVED(q4_0, 18, 0, 0) HALVED(q4_1, 20, 0, 0) HALVED(fp4_block, 17, 0, 0) HALVED(q5_0, 22, 2, 1) HALVED(q5_1, 24, 4, 1)
+#undef HALVED
+
+/* Low and high halves take turns. */
+UNPACK(int4)
+{
+    PAIRS_OF_BLOCKS {
+        __m256i v = avx2_32(at + 32 * p), low = avx2_low(v), high = avx2_high(v);
+        w[p] = _mm256_unpacklo_epi8(low, high);
+        w[2 + p] = _mm256_unpackhi_epi8(low, high);
+    }
+}
+#define codes_avx2_int4_least codes_avx2_int4
+
+/* The same codes, and what those of FP4 mean. */
+#define OF_FP4(format, codes)                                                                                          \
+    UNPACK(format)                                                                                                     \
+    {                                                                                                                  \
+        __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)dynamic_fp4));                   \
+        codes_avx2_##codes(at, part, w);                                                                               \
+        UNROLLED for (int i = 0; i < 4; i++)                                                                           \
+            w[i] = _mm256_shuffle_epi8(values, w[i]);                                                                  \
+    }
+OF_FP4(mxfp4_block, fp4_block)
+OF_FP4(mxfp4, int4)
+#undef OF_FP4
+
+/* Of 128 bytes, of which one half each is a code. */
+#define ONE_HALF(format, HALF)                                                                                         \
+    UNPACK(format)                                                                                                     \
+    {                                                                                                                  \
+        PAIRS_OF_BLOCKS avx2_parted(HALF(avx2_32(at + 64 * p)), HALF(avx2_32(at + 64 * p + 32)), &w[p], &w[2 + p]);    \
+    }
+ONE_HALF(packed4, avx2_low)
+ONE_HALF(packed4_high, avx2_high)
+#undef ONE_HALF
+
+UNPACK(q4_k)
+{
+    PAIRS_OF_BLOCKS {
+        __m256i v = avx2_32(at + 16 + 64 * part + 32 * p);
+        avx2_parted(avx2_low(v), avx2_high(v), &w[p], &w[2 + p]);
+    }
+}
+
+static inline ALWAYS __m256i avx2_with_bit(__m256i v, __m256i bits, int bit)
+{
+    __m256i set = _mm256_set1_epi8((char)(1 << bit));
+    set = _mm256_cmpeq_epi8(_mm256_and_si256(bits, set), set);
+    return _mm256_or_si256(v, _mm256_and_si256(set, _mm256_set1_epi8(16)));
+}
+
+UNPACK(q5_k)
+{
+    __m256i fifth = avx2_32(at + 16);
+    PAIRS_OF_BLOCKS {
+        __m256i v = avx2_32(at + 48 + 64 * part + 32 * p);
+        int bit = 4 * part + 2 * p;
+        avx2_parted(avx2_with_bit(avx2_low(v), fifth, bit), avx2_with_bit(avx2_high(v), fifth, bit + 1), &w[p], &w[2 + p]);
+    }
+}
+
+UNPACK(q6_k)
+{
+    __m256i a = avx2_32(at + 64 * part), b = avx2_32(at + 64 * part + 32), high = avx2_32(at + 128 + 32 * part);
+    __m256i two = _mm256_set1_epi8(48), more[4] = {_mm256_slli_epi16(high, 4), _mm256_slli_epi16(high, 2), high,
+                                                   _mm256_srli_epi16(high, 2)};
+    UNROLLED for (int i = 0; i < 4; i++)
+        more[i] = _mm256_or_si256(i < 2 ? avx2_low(i ? b : a) : avx2_high(i > 2 ? b : a), _mm256_and_si256(more[i], two));
+    avx2_parted(more[0], more[1], &w[0], &w[2]);
+    avx2_parted(more[2], more[3], &w[1], &w[3]);
+}
+#undef UNPACK
+
+/* Halves that eight blocks begin with, as floats. */
+static inline ALWAYS void avx2_halves_at(const uint8_t *at, int apart, float *to)
+{
+    __m128i v = _mm_setr_epi16((short)read_short(at), (short)read_short(at + apart), (short)read_short(at + 2 * apart),
+                               (short)read_short(at + 3 * apart), (short)read_short(at + 4 * apart),
+                               (short)read_short(at + 5 * apart), (short)read_short(at + 6 * apart),
+                               (short)read_short(at + 7 * apart));
+    _mm256_storeu_ps(to, _mm256_cvtph_ps(v));
+}
+
+static inline ALWAYS __m256 avx2_floats(__m128i bytes, int with_sign)
+{
+    return _mm256_cvtepi32_ps(with_sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+}
+
+/* As `scales_k`, of which the least values are negated. */
+static inline ALWAYS void avx2_scales_k(const uint8_t *block, float *scales, float *more)
+{
+    uint32_t a = read_word(block + 4), b = read_word(block + 8), c = read_word(block + 12);
+    __m128i bits = _mm_setr_epi32((int)(a & 0x3f3f3f3f), (int)((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)),
+                                  (int)(b & 0x3f3f3f3f), (int)((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)));
+    __m128 halves = _mm_cvtph_ps(_mm_cvtsi32_si128((int)read_word(block)));
+    __m256 scale = _mm256_broadcastss_ps(halves), least = _mm256_broadcastss_ps(_mm_movehdup_ps(halves));
+    least = _mm256_xor_ps(least, _mm256_set1_ps(-0.0f));
+    _mm256_storeu_ps(scales, _mm256_mul_ps(scale, avx2_floats(bits, 0)));
+    _mm256_storeu_ps(more, _mm256_mul_ps(least, avx2_floats(_mm_srli_si128(bits, 8), 0)));
+}
+
+/* Those of the first 16 and of the others take turns. */
+static inline ALWAYS void avx2_scales_6(const uint8_t *block, float *scales, float *more)
+{
+    __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    __m128i bytes = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(block + 192)), order);
+    __m256 scale = _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(read_short(block + 208))));
+    _mm256_storeu_ps(scales, _mm256_mul_ps(scale, avx2_floats(bytes, 1)));
+    _mm256_storeu_ps(more, _mm256_mul_ps(scale, avx2_floats(_mm_srli_si128(bytes, 8), 1)));
+}
+
+/* Of `blocks` blocks of a row from input k on, which begins one of 256 if these have scales in common: scales, and least
+ * values or second scales, and zeros up to a whole group. */
+static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t blocks, float *scales, float *more)
+{
+    int64_t b = 0, eights = blocks / 8 * 8;
+    int format = job->format, bytes = block_bytes_of[format];
+    const uint8_t *at = dynamic_block(format, row, k);
+    if (format == Q4_K || format == Q5_K)
+        for (; b < eights; b += 8)
+            avx2_scales_k(at + b / 8 * bytes, scales + b, more + b);
+    else if (format == Q6_K)
+        for (; b < eights; b += 8)
+            avx2_scales_6(at + b / 8 * bytes, scales + b, more + b);
+    else if (format == Q8_0 || format == Q4_0 || format == Q5_0)
+        for (; b < eights; b += 8)
+            avx2_halves_at(at + b * bytes, bytes, scales + b);
+    else if (format == Q4_1 || format == Q5_1)
+        for (; b < eights; b += 8) {
+            avx2_halves_at(at + b * bytes, bytes, scales + b);
+            avx2_halves_at(at + b * bytes + 2, bytes, more + b);
+        }
+    if (b < blocks && blocks > 8 && (format == Q8_0 || format == Q4_0 || format == Q5_0)) { /* the last eight again */
+        avx2_halves_at(at + (blocks - 8) * bytes, bytes, scales + blocks - 8);
+        b = blocks;
+    }
+    for (; b < blocks; b++)
+        dynamic_scale(job, row, k + b * DYNAMIC_BLOCK, scales + b, more + b);
+    for (; b % 4; b++)
+        scales[b] = more[b] = 0;
+}
+
+/* The codes of a group in their order, none with a sign. */
+typedef void (*Avx2Lay)(const uint8_t *at, int part, uint8_t codes[DYNAMIC_GROUP]);
+#define LAY(format, LARGE_OF)                                                                                          \
+    static void avx2_lay_##format(const uint8_t *at, int part, uint8_t codes[DYNAMIC_GROUP])                           \
+    {                                                                                                                  \
+        __m256i w[4], sign = _mm256_set1_epi8((char)((LARGE_OF) == LARGE ? 128 : 0));                                  \
+        codes_avx2_##format(at, part, w);                                                                              \
+        PAIRS_OF_BLOCKS {                                                                                              \
+            avx2_parted(w[p], w[2 + p], &w[p], &w[2 + p]);                                                             \
+            _mm256_storeu_si256((__m256i *)(codes + 64 * p), _mm256_xor_si256(w[p], sign));                            \
+            _mm256_storeu_si256((__m256i *)(codes + 64 * p + 32), _mm256_xor_si256(w[2 + p], sign));                   \
+        }                                                                                                              \
+    }
+#define OF(FORMAT, format, B, P, K, S) LAY(format, S)
+DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF)
+#undef OF
+#undef LAY
+
+/* As `dynamic_round`. */
+static void dynamic_round_avx2(const void *from, int half, int64_t inputs, int bias, DynamicInputs *to)
+{
+    for (int64_t k = 0; k < dynamic_groups(inputs) * DYNAMIC_GROUP; k += DYNAMIC_BLOCK) {
+        __m256i v[4], size = _mm256_set1_epi32(0x7fffffff), peaks = _mm256_setzero_si256();
+        UNROLLED for (int i = 0; i < 4; i++) {
+            int64_t at = k + 8 * i;
+            v[i] = k >= inputs ? peaks
+                   : half      ? (__m256i)avx2_load_b((const uint16_t *)from + at)
+                               : (__m256i)_mm256_loadu_ps((const float *)from + at);
+        }
+        UNROLLED for (int i = 0; i < 4; i++)
+            peaks = _mm256_max_epi32(peaks, _mm256_and_si256(v[i], size));
+        __m128i most = _mm_max_epi32(_mm256_castsi256_si128(peaks), _mm256_extracti128_si256(peaks, 1));
+        most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+        int32_t peak = _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
+        int none = peak >= 0x7f800000;
+        __m256 inverse = _mm256_set1_ps(peak < 0x10000000 || none ? 0 : 127 / float_of((uint32_t)peak));
+        UNROLLED for (int i = 0; i < 4; i++)
+            v[i] = none ? _mm256_setzero_si256() : _mm256_cvtps_epi32(_mm256_mul_ps((__m256)v[i], inverse));
+        __m256i codes = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+        codes = _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+        DynamicInputs *own = to + k / DYNAMIC_GROUP;
+        int at = (int)(k % DYNAMIC_GROUP / DYNAMIC_BLOCK);
+        _mm_storeu_si128((__m128i *)(own->codes[0] + 16 * at), _mm256_castsi256_si128(codes));
+        _mm_storeu_si128((__m128i *)(own->codes[1] + 16 * at), _mm256_extracti128_si256(codes, 1));
+        int64_t sums[4]; /* of eight, and 128 each */
+        codes = _mm256_sad_epu8(_mm256_xor_si256(codes, _mm256_set1_epi8((char)128)), _mm256_setzero_si256());
+        _mm256_storeu_si256((__m256i *)sums, codes);
+        dynamic_finish(own, at, peak, (int)(sums[0] + sums[1]) - 2048, (int)(sums[2] + sums[3]) - 2048, bias);
+    }
+}

@@ -1,0 +1,144 @@
+/* Weights in block formats as floats with AVX2, from the codes of codes_avx2.h: to the bit what formats.h makes of them. */
+
+/* The nearest of bfloat16, halfway cases to even, of numbers whose size is below 2^96: v 2^16 - v is rounded to where the
+ * eighth bit of v is, and what is left of v 2^16 is v, rounded there. (Subtracted, not added as by Veltkamp, because a sum
+ * may have another exponent than v 2^16.) */
+static inline ALWAYS __m256 avx2_nearest_half(__m256 v)
+{
+    const __m256 by = _mm256_set1_ps(65536);
+    __m256 most = _mm256_fmsub_ps(v, by, v);
+    return _mm256_fmsub_ps(v, by, most);
+}
+
+/* Blocks 2 p and 2 p + 1 of a group, of each four codes that are even in their order, then the odd ones: so halves of a
+ * register have what comes first of eight codes, and then. */
+static inline ALWAYS void avx2_dealt(__m256i first, __m256i second, int large, __m256i blocks[2])
+{
+    __m256i sign = _mm256_set1_epi8((char)(large ? 128 : 0));
+    __m256 a = (__m256)_mm256_xor_si256(first, sign), b = (__m256)_mm256_xor_si256(second, sign);
+    avx2_parted((__m256i)_mm256_shuffle_ps(a, b, 0x88), (__m256i)_mm256_shuffle_ps(a, b, 0xdd), &blocks[0], &blocks[1]);
+}
+
+/* Such a block as numbers. A code is the ninth to 16th bit of a float's fraction, which is 2^15 and the code. `more`: that and
+ * the bias, or a least value, or a second scale. */
+static inline ALWAYS void avx2_numbers(DynamicKind kind, int rounded, __m256i block, float own, float more, __m256 to[4])
+{
+    __m256i none = _mm256_setzero_si256(), high = _mm256_set1_epi16(0x4700);
+    __m256i halves[2] = {_mm256_unpacklo_epi8(none, block), _mm256_unpackhi_epi8(none, block)};
+    __m256 less = _mm256_set1_ps(kind == BIASED ? more : kind == TWO ? 32768 + 32 : 32768), second = _mm256_set1_ps(more);
+    UNROLLED for (int i = 0; i < 4; i++) {
+        __m256 code = (__m256)(i % 2 ? _mm256_unpackhi_epi16(halves[i / 2], high) : _mm256_unpacklo_epi16(halves[i / 2], high));
+        __m256 scale = kind == TWO && i > 1 ? second : _mm256_set1_ps(own);
+        code = _mm256_sub_ps(code, less);
+        to[i] = kind == LEAST ? _mm256_fmadd_ps(code, scale, second) : _mm256_mul_ps(code, scale);
+        if (rounded)
+            to[i] = avx2_nearest_half(to[i]);
+    }
+}
+
+/* `blocks` blocks of one output as numbers; and R rows of x times those of two outputs, whose columns of sums go on. Scales
+ * are those of `avx2_ready`. */
+#define NUMBERS(format, BYTES, PER, KIND, SIZE)                                                                        \
+    static void avx2_fill_##format(const uint8_t *at, int64_t blocks, const float *scales, const float *more, int rounded, \
+                                   float *to)                                                                          \
+    {                                                                                                                  \
+        __m256i w[4], block[2];                                                                                        \
+        __m256 values[4];                                                                                              \
+        for (int64_t b = 0; b < blocks; b++, to += DYNAMIC_BLOCK) {                                                    \
+            int p = b % 4 / 2;                                                                                         \
+            if (b % 4 == 0)                                                                                            \
+                codes_avx2_##format(at + b / 4 / PER * BYTES, (int)(b / 4 % PER), w);                                  \
+            if (b % 2 == 0)                                                                                            \
+                avx2_dealt(w[p], w[2 + p], SIZE == LARGE, block);                                                      \
+            if (rounded)                                                                                               \
+                avx2_numbers(KIND, 1, block[b % 2], scales[b], more[b], values);                                       \
+            else                                                                                                       \
+                avx2_numbers(KIND, 0, block[b % 2], scales[b], more[b], values);                                       \
+            UNROLLED for (int i = 0; i < 4; i++)                                                                       \
+                _mm256_storeu_ps(to + 8 * i, values[i]);                                                               \
+        }                                                                                                              \
+    }
+#define DOTS(format, BYTES, PER, KIND, SIZE, R)                                                                        \
+    static void avx2_dots_##format##R(const float *x, int64_t x_row, const uint8_t *const at[2], int64_t groups,       \
+                                      const float *const scales[4], __m256 *kept)                                      \
+    {                                                                                                                  \
+        __m256 sums[R][2];                                                                                             \
+        UNROLLED for (int r = 0; r < R; r++)                                                                           \
+            sums[r][0] = kept[2 * r], sums[r][1] = kept[2 * r + 1];                                                    \
+        for (int64_t g = 0; g < groups; g++, x += DYNAMIC_GROUP)                                                       \
+            UNROLLED for (int p = 0; p < 2; p++) {                                                                     \
+                __m256i block[2][2];                                                                                   \
+                UNROLLED for (int c = 0; c < 2; c++) {                                                                 \
+                    __m256i w[4];                                                                                      \
+                    codes_avx2_##format(at[c] + g / PER * BYTES, PER == 1 ? 0 : (int)(g % PER), w);                    \
+                    avx2_dealt(w[p], w[2 + p], SIZE == LARGE, block[c]);                                               \
+                    FETCH_FAR(at[c] + g / PER * BYTES + AVX2_AHEAD + 64 * p);                                          \
+                }                                                                                                      \
+                UNROLLED for (int b = 0; b < 2; b++)                                                                   \
+                    UNROLLED for (int c = 0; c < 2; c++) {                                                             \
+                        int64_t at_scale = 4 * g + 2 * p + b;                                                          \
+                        __m256 values[4];                                                                              \
+                        avx2_numbers(KIND, 1, block[c][b], scales[c][at_scale], scales[2 + c][at_scale], values);      \
+                        UNROLLED for (int i = 0; i < 4; i++)                                                           \
+                            UNROLLED for (int r = 0; r < R; r++)                                                       \
+                                sums[r][c] = _mm256_fmadd_ps(                                                          \
+                                    _mm256_loadu_ps(x + r * x_row + (2 * p + b) * DYNAMIC_BLOCK + 8 * i), values[i], sums[r][c]); \
+                    }                                                                                                  \
+            }                                                                                                          \
+        UNROLLED for (int r = 0; r < R; r++)                                                                           \
+            kept[2 * r] = sums[r][0], kept[2 * r + 1] = sums[r][1];                                                    \
+    }
+#define OF(FORMAT, format, B, P, K, S)                                                                                 \
+    NUMBERS(format, B, P, K, S) DOTS(format, B, P, K, S, 1) DOTS(format, B, P, K, S, 2) DOTS(format, B, P, K, S, 4)
+DYNAMIC_HERE(OF) DYNAMIC_TURNS(OF)
+#undef OF
+#undef DOTS
+#undef NUMBERS
+
+typedef struct {
+    void (*fill)(const uint8_t *, int64_t, const float *, const float *, int, float *);
+    void (*dots[3])(const float *, int64_t, const uint8_t *const *, int64_t, const float *const *, __m256 *);
+} Avx2Numbers;
+#define OF(FORMAT, format, B, P, K, S)                                                                                 \
+    [FORMAT] = {avx2_fill_##format, {avx2_dots_##format##1, avx2_dots_##format##2, avx2_dots_##format##4}},
+static const Avx2Numbers avx2_numbers_of[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_TURNS(OF)};
+#undef OF
+
+/* How they are computed; NULL: one after the other. */
+static const Avx2Numbers *avx2_numbers_way(const Linear *job)
+{
+    return avx2_ways_of(job, 0) == NULL || avx2_numbers_of[job->format].fill == NULL ? NULL : avx2_numbers_of + job->format;
+}
+
+/* Of an output's blocks from input k on: scales, and what `avx2_numbers` needs more. 0: not all are below 2^96. */
+static int avx2_ready(const Linear *job, int64_t n, int64_t k, int64_t blocks, float *scales, float *more)
+{
+    Coded row = coded_row(job, n);
+    int words = job->format == INT4_WORDS, biased = words || dynamic_kind(job) == BIASED, fit = 1;
+    float bias = (float)(32768 + dynamic_bias(job));
+    avx2_scales(job, &row, k, blocks, scales, more);
+    for (int64_t b = 0; b < blocks; b++)
+        fit &= (fabsf(scales[b]) < 0x1p96f) & (biased || fabsf(more[b]) < 0x1p96f);
+    for (int64_t b = 0; biased && b < blocks; b++)
+        more[b] = words ? 32768 + zero_of(&row, (k + b * DYNAMIC_BLOCK) / row.group) : bias;
+    return fit;
+}
+
+/* As `decode` of at most DEPTH inputs, where their codes are whole numbers: how many were done. */
+static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_t end, float *to)
+{
+    float scales[DEPTH / DYNAMIC_BLOCK], more[DEPTH / DYNAMIC_BLOCK];
+    uint8_t last[DYNAMIC_GROUP + 8] = {0};
+    int64_t blocks = (end - k) / DYNAMIC_BLOCK, whole = blocks / 4 * 4;
+    const Avx2Numbers *way = avx2_numbers_way(job);
+    if (way == NULL || !avx2_ready(job, n, k, blocks, scales, more))
+        return 0;
+    const Avx2Ways *ways = avx2_ways_of(job, 0);
+    const uint8_t *at = avx2_at(job, ways, (const uint8_t *)job->w + n * job->w_row, k / DYNAMIC_GROUP);
+    way->fill(at, whole, scales, more, job->form != FLOAT32, to);
+    if (blocks > whole) {
+        memcpy(last, at + whole / 4 * ways->bytes, (size_t)((blocks - whole) * ways->bytes / 4));
+        way->fill(last, blocks - whole, scales + whole, more + whole, job->form != FLOAT32, to + whole * DYNAMIC_BLOCK);
+    }
+    return blocks * DYNAMIC_BLOCK;
+}
