@@ -49,6 +49,25 @@ def test_products_have_the_bits_of_those_with_unpacked_weights(
         assert torch.equal(kernels.linear_blocks(x[:3], matrix, bias), kernels.linear(x[:3], plain, bias)), one
 
 
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_scales_of_any_size(instructions: None, scale_dtype: torch.dtype, zeros: bool) -> None:
+    """Also such as make numbers beyond the largest, or below the normal ones, which instructions for pairs of bfloat16
+    take for zeros.
+    """
+    spec = Spec("int4", 16, 1024 + 288, 32, zeros=zeros, scale_dtype=scale_dtype)
+    parts = parts_of(spec)
+    small = () if kernels._kernel.multiplies_halves() else (-149, -135, -127, -120)
+    for power in (*small, -105, 90, 97, 110, 127):
+        parts["scales"] = (torch.rand(spec.outputs, spec.inputs // 32) + 0.5).double().mul(2.0**power).to(scale_dtype)
+        plain = dequantized(spec, parts, torch.bfloat16)
+        x = torch.zeros(9, spec.inputs).bfloat16()
+        x[:, 40::250] = 2.0 ** (-power / 2)
+        for rows in (1, 2, 4, 9):
+            found = kernels.linear_blocks(x[:rows], BlockMatrix(spec, parts, torch.bfloat16))
+            assert torch.equal(found.nan_to_num(7), kernels.linear(x[:rows], plain).nan_to_num(7)), (power, rows)
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_codes_that_lie_by_inputs_have_scales_of_any_group(instructions: None, name: str) -> None:
     for outputs, width, group, kind in (

@@ -110,7 +110,8 @@ static const Avx2Numbers *avx2_numbers_way(const Linear *job)
     return avx2_ways_of(job, 0) == NULL || avx2_numbers_of[job->format].fill == NULL ? NULL : avx2_numbers_of + job->format;
 }
 
-/* Of an output's blocks from input k on: scales, and what `avx2_numbers` needs more. 0: not all are below 2^96. */
+/* Of an output's blocks from input k on: scales, and what `avx2_numbers` needs more. 0: not all are below 2^96, or numbers may
+ * be below the normal ones, which `avx2_nearest_half` does not round as they are. */
 static int avx2_ready(const Linear *job, int64_t n, int64_t k, int64_t blocks, float *scales, float *more)
 {
     Coded row = coded_row(job, n);
@@ -118,7 +119,8 @@ static int avx2_ready(const Linear *job, int64_t n, int64_t k, int64_t blocks, f
     float bias = (float)(32768 + dynamic_bias(job));
     avx2_scales(job, &row, k, blocks, scales, more);
     for (int64_t b = 0; b < blocks; b++)
-        fit &= (fabsf(scales[b]) < 0x1p96f) & (biased || fabsf(more[b]) < 0x1p96f);
+        fit &= (fabsf(scales[b]) < 0x1p96f) & (biased || fabsf(more[b]) < 0x1p96f)
+               & (!words || fabsf(scales[b]) > 0x1p-120f || scales[b] == 0);
     for (int64_t b = 0; biased && b < blocks; b++)
         more[b] = words ? 32768 + zero_of(&row, (k + b * DYNAMIC_BLOCK) / row.group) : bias;
     return fit;
