@@ -68,6 +68,24 @@ def test_scales_of_any_size(instructions: None, scale_dtype: torch.dtype, zeros:
             assert torch.equal(found.nan_to_num(7), kernels.linear(x[:rows], plain).nan_to_num(7)), (power, rows)
 
 
+@pytest.mark.parametrize("name", ["fp8", "f16"])
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+def test_every_short_float(instructions: None, name: str, dtype: torch.dtype) -> None:
+    """Each alone, also those that are no numbers."""
+    size = 1 if name == "fp8" else 2
+    codes = torch.arange(256**size).to(torch.uint8 if size == 1 else torch.uint16).view(torch.uint8)
+    spec = Spec(name, 256 ** (size - 1), 256, 128 if size == 1 else 0)
+    parts = parts_of(spec)
+    parts[next(iter(parts))] = codes.view(spec.outputs, 256 * size).view(parts[next(iter(parts))].dtype)
+    x = torch.eye(256, dtype=dtype)[::7].contiguous()
+    plain = dequantized(spec, parts, dtype)
+    finite = torch.where(plain.isfinite(), plain, 0)
+    for rows in (1, 5, 37):
+        found = kernels.linear_blocks(x[:rows], BlockMatrix(spec, parts, dtype))
+        assert torch.equal(found.nan_to_num(7), kernels.linear(x[:rows], plain).nan_to_num(7)), rows
+    assert torch.equal(kernels.linear(x, finite), finite[:, ::7].T)
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_codes_that_lie_by_inputs_have_scales_of_any_group(instructions: None, name: str) -> None:
     for outputs, width, group, kind in (
