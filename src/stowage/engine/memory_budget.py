@@ -50,10 +50,10 @@ def _more(memory: Memory, steps: int, adapters: int, weights: int) -> str:
         kv_bytes = min(KV_AUTO_BYTES, (beside - 1) // (KV_AUTO_PART - 1))
     others = f", adapters {format_size(adapters)}" if adapters else ""
     return (
-        f"Of device_memory ({format_size(memory.device_memory_bytes + adapters)}) what a step computes with takes "
-        f"{format_size(steps)}{others}, and the KV pool (kv_cache_memory) {format_size(memory.kv_cache_memory_bytes)}: "
-        f"give device_memory at least {beside + kv_bytes + adapters} bytes, or kv_cache_memory or "
-        "max_num_batched_tokens a smaller size."
+        f"Of device_memory ({format_size(memory.device_memory_bytes + adapters)}) a step takes {format_size(steps)}"
+        f"{others}, and kv_cache_memory {format_size(memory.kv_cache_memory_bytes)}: "
+        f"give device_memory at least {beside + kv_bytes + adapters} bytes, or less to kv_cache_memory or "
+        "max_num_batched_tokens."
     )
 
 

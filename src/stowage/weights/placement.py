@@ -197,7 +197,7 @@ def place(
     least, largest = min(needs, default=small_bytes), max((c.nbytes for c in apart), default=0)
     raise BudgetError(
         f"the weights need at least {least} bytes of device memory, and {device_bytes} are left for them: "
-        f"{small_bytes} bytes are norms and the like, which stay, and the largest module of {largest} bytes must fit, "
+        f"{small_bytes} bytes are norms and the like, which stay, and the largest module of {largest} must fit, "
         f"with room to read the next one meanwhile. {more(least)}"
     )
 
