@@ -105,7 +105,7 @@ def test_a_small_pool(family):
         "max_num_batched_tokens": 144,
         "snapshot_tokens": 128,
     }
-    # of prompts 0 to 2 DeepSeek-V3.2 finds two keys whose scores are 5e-7 apart: which it takes is the processor's choice
+    # of prompts 0 to 2 DeepSeek-V3.2 scores two keys 5e-7 apart: which it takes is the processor's choice
     first = 10 if family == "deepseek_v32" else 0
     prompts = [random_prompt(58 + i, seed=first + i) for i in range(3)]
     with Engine(world.model, Memory(kv_cache_memory="8MiB", **sizes), deterministic=exact) as engine:
