@@ -22,7 +22,7 @@ from stowage.models.published.matrices import Matrices, Matrix, base_of, odd
 from stowage.models.published.method import Method
 from stowage.models.published.names import Sources, sources_of
 from stowage.weights.checkpoint import Checkpoint, Stored, stored_in
-from stowage.weights.quantized.formats import Spec
+from stowage.weights.quantized.formats import Spec, gptq_first
 from stowage.weights.quantized.published import Kept, Part, Plan
 from stowage.weights.quantized.stacks import has_inputs_first
 
@@ -219,7 +219,7 @@ class _Reading:
         for part, tensor in zeros.items():
             if self.read:
                 raw = [Stored("", torch.uint8, (span.length,), span).read() for span in tensor.spans]
-                made[names[part]] = torch.cat(raw).view(tensor.dtype).view(tensor.shape) - 0x11111111
+                made[names[part]] = gptq_first(torch.cat(raw).view(tensor.dtype).view(tensor.shape))
             else:
                 made[names[part]] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return replace(kept, parts={part: one for part, one in kept.parts.items() if part not in zeros}), made

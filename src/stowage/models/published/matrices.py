@@ -18,7 +18,7 @@ from torch import Tensor
 from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.models.published.method import Method
 from stowage.weights.checkpoint import Stored
-from stowage.weights.quantized.formats import Spec, dequantized
+from stowage.weights.quantized.formats import Spec, dequantized, gptq_first
 
 __all__ = ["Matrices", "Matrix", "base_of"]
 
@@ -62,7 +62,7 @@ class Matrix:
         shapes = {part: shape for part, (shape, _) in self.spec.tensors().items()}
         read = {part: stored.read().view(own[part]).view(shapes[part]) for part, stored in self.parts.items()}
         if self.second:
-            read["zeros"] = read["zeros"] - 0x11111111
+            read["zeros"] = gptq_first(read["zeros"])
         return dequantized(self.spec, read, dtype)
 
 

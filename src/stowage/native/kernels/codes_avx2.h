@@ -148,15 +148,16 @@ UNPACK(q6_k)
 }
 #undef UNPACK
 
-/* Halves that eight blocks begin with, as floats. */
-static inline ALWAYS void avx2_halves_at(const uint8_t *at, int apart, float *to)
+/* Halves that the four blocks of two groups begin with. */
+static inline ALWAYS __m256 avx2_halves_of(const uint8_t *a, const uint8_t *b, int apart)
 {
-    __m128i v = _mm_setr_epi16((short)read_short(at), (short)read_short(at + apart), (short)read_short(at + 2 * apart),
-                               (short)read_short(at + 3 * apart), (short)read_short(at + 4 * apart),
-                               (short)read_short(at + 5 * apart), (short)read_short(at + 6 * apart),
-                               (short)read_short(at + 7 * apart));
-    _mm256_storeu_ps(to, _mm256_cvtph_ps(v));
+    return _mm256_cvtph_ps(_mm_setr_epi16((short)read_short(a), (short)read_short(a + apart), (short)read_short(a + 2 * apart),
+                                          (short)read_short(a + 3 * apart), (short)read_short(b), (short)read_short(b + apart),
+                                          (short)read_short(b + 2 * apart), (short)read_short(b + 3 * apart)));
 }
+
+/* Whether blocks begin with their scale. */
+#define AT_BEGIN(FORMAT) ((FORMAT) == Q8_0 || (FORMAT) == Q4_0 || (FORMAT) == Q4_1 || (FORMAT) == Q5_0 || (FORMAT) == Q5_1)
 
 static inline ALWAYS __m256 avx2_floats(__m128i bytes, int with_sign)
 {
@@ -199,18 +200,14 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
     else if (format == Q6_K)
         for (; b < eights; b += 8)
             avx2_scales_6(at + b / 8 * bytes, scales + b, more + b);
-    else if (format == Q8_0 || format == Q4_0 || format == Q5_0)
-        for (; b < eights; b += 8)
-            avx2_halves_at(at + b * bytes, bytes, scales + b);
-    else if (format == Q4_1 || format == Q5_1)
-        for (; b < eights; b += 8) {
-            avx2_halves_at(at + b * bytes, bytes, scales + b);
-            avx2_halves_at(at + b * bytes + 2, bytes, more + b);
+    else if (AT_BEGIN(format) && eights > 0)
+        for (; b < blocks; b += 8) {
+            b = b < blocks - 8 ? b : blocks - 8; /* some of the last eight again */
+            const uint8_t *own = at + b * bytes, *after = own + 4 * bytes;
+            _mm256_storeu_ps(scales + b, avx2_halves_of(own, after, bytes));
+            if (dynamic_kind(job) == LEAST)
+                _mm256_storeu_ps(more + b, avx2_halves_of(own + 2, after + 2, bytes));
         }
-    if (b < blocks && blocks > 8 && (format == Q8_0 || format == Q4_0 || format == Q5_0)) { /* the last eight again */
-        avx2_halves_at(at + (blocks - 8) * bytes, bytes, scales + blocks - 8);
-        b = blocks;
-    }
     for (; b < blocks; b++)
         dynamic_scale(job, row, k + b * DYNAMIC_BLOCK, scales + b, more + b);
     for (; b % 4; b++)

@@ -24,7 +24,7 @@ static inline ALWAYS __m256i avx2_products(int size, __m256i w, __m256i x)
 }
 
 /* Sums of the blocks of two outputs, of products that are those of blocks 0 and 1, and of 2 and 3. Sums that fit 16 bits
- * are added so. `kind` TWO: only half of a block's products are there. */
+ * are added so. */
 static inline ALWAYS __m256i avx2_sums(int size, __m256i v[2][2])
 {
     __m256i ones = _mm256_set1_epi16(1), sums;
@@ -45,17 +45,6 @@ static inline ALWAYS __m256 avx2_value(__m256i sums, __m256 of_inputs, __m256 of
     SETTLE(value);
     return value;
 }
-
-/* Halves that the four blocks of two groups begin with. */
-static inline ALWAYS __m256 avx2_halves_of(const uint8_t *a, const uint8_t *b, int apart)
-{
-    return _mm256_cvtph_ps(_mm_setr_epi16((short)read_short(a), (short)read_short(a + apart), (short)read_short(a + 2 * apart),
-                                          (short)read_short(a + 3 * apart), (short)read_short(b), (short)read_short(b + apart),
-                                          (short)read_short(b + 2 * apart), (short)read_short(b + 3 * apart)));
-}
-
-/* Whether blocks begin with their scale. */
-#define AT_BEGIN(FORMAT) ((FORMAT) == Q8_0 || (FORMAT) == Q4_0 || (FORMAT) == Q4_1 || (FORMAT) == Q5_0 || (FORMAT) == Q5_1)
 
 /* R rows of x, two outputs whose groups are `at`: columns of sums go on from those `kept`. `scales`: of both outputs, then
  * least values or second scales; of blocks that begin with them they are read there. */
@@ -140,10 +129,10 @@ static const Avx2Ways *avx2_ways_of(const Linear *job, int64_t g)
     return avx2_ways + (job->format == PACKED4 && g >= dynamic_groups(job->inputs) / 2 ? FORMATS_END : job->format);
 }
 
-/* Where group g of an output's row begins. */
-static const uint8_t *avx2_at(const Linear *job, const Avx2Ways *ways, const uint8_t *row, int64_t g)
+/* How many bytes from the begin of an output's row group g begins. */
+static int64_t avx2_at(const Linear *job, const Avx2Ways *ways, int64_t g)
 {
-    return row + (ways == avx2_ways + FORMATS_END ? g - dynamic_groups(job->inputs) / 2 : g) / ways->per * ways->bytes;
+    return (ways == avx2_ways + FORMATS_END ? g - dynamic_groups(job->inputs) / 2 : g) / ways->per * ways->bytes;
 }
 
 /* Sums of one row and outputs [n, n + wide), to where they belong. */
@@ -170,7 +159,7 @@ static int avx2_pieces(const Linear *job, Avx2Piece pieces[3])
     for (int64_t g = 0; g < groups; g = end, count++) {
         end = job->format == PACKED4 && g < half ? half : g < whole ? whole : groups;
         const Avx2Ways *ways = avx2_ways_of(job, g);
-        pieces[count] = (Avx2Piece){ways, g, end - g, avx2_at(job, ways, NULL, g) - (const uint8_t *)NULL,
+        pieces[count] = (Avx2Piece){ways, g, end - g, avx2_at(job, ways, g),
                                     g < whole ? 0 : (size_t)(job->inputs % DYNAMIC_GROUP / DYNAMIC_BLOCK * ways->bytes / 4)};
     }
     return count;
@@ -235,7 +224,7 @@ static void avx2_lay_out(const Linear *job, int64_t n, int64_t wide, float *scal
             const Avx2Ways *ways = avx2_ways_of(job, g);
             int64_t blocks = panel->blocks - 4 * g < 4 ? panel->blocks - 4 * g : 4;
             if (ways != NULL && blocks == 4)
-                ways->lay(avx2_at(job, ways, row.w, g), (int)(g % ways->per), codes);
+                ways->lay(row.w + avx2_at(job, ways, g), (int)(g % ways->per), codes);
             else
                 for (int64_t b = 0; b < blocks; b++)
                     dynamic_codes(job, &row, g * DYNAMIC_GROUP + b * DYNAMIC_BLOCK, codes + b * DYNAMIC_BLOCK);
@@ -357,7 +346,6 @@ static int dynamic_avx2(const Linear *job, int64_t begin, int64_t end)
         return 0;
     Avx2Panel panel = {.scales = room + 4 * blocks, .more = room + (4 + AVX2_WIDE) * blocks,
                        .codes = (uint8_t *)(room + (4 + 2 * AVX2_WIDE) * blocks), .blocks = job->inputs / DYNAMIC_BLOCK,
-                       
                        .high = large ? codes / 2 : 0};
     if (few)
         avx2_few(job, begin, end, room);

@@ -154,7 +154,7 @@ static float *widen_layers(LinearShares *shares, int layers, int common)
 {
     int64_t rows = shares->job->rows, inputs = shares->job->inputs, floats = 0;
     for (int i = 0; i < layers; i++)
-        floats += rows * (shares->job[i].outputs + (i == 0 || !common ? inputs : 0));
+        floats += rows * ((shares->job[i].narrow ? shares->job[i].outputs : 0) + (i == 0 || !common ? inputs : 0));
     float *room = malloc((size_t)floats * sizeof *room), *next = room;
     for (int i = 0; room != NULL && i < layers; i++) {
         Linear *job = &shares->job[i];
@@ -164,8 +164,10 @@ static float *widen_layers(LinearShares *shares, int layers, int common)
             base_widen(from + r * job->x_row, next, inputs);
         job->x_row = inputs;
         job->form = job->form == HALVES ? BFLOAT16 : INT8;
-        job->wide = job->narrow ? next : NULL;
-        next += rows * job->outputs;
+        if (job->narrow) {
+            job->wide = next;
+            next += rows * job->outputs;
+        }
     }
     return room;
 }
@@ -175,17 +177,15 @@ static int spread_wide(LinearShares *shares, int layers, long threads)
 {
     Linear all[TOGETHER];
     memcpy(all, shares->job, sizeof all);
-    float *room = NULL;
     for (int64_t row = 0; row < all[0].rows; row += DYNAMIC_ROWS) {
         for (int i = 0; i < layers; i++)
             shares->job[i] = some_rows(&all[i], row, DYNAMIC_ROWS, NULL);
-        free(room);
-        room = widen_layers(shares, layers, 1);
+        float *room = widen_layers(shares, layers, 1);
         if (room == NULL)
             return 0;
         spread_linear(shares, threads);
+        free(room);
     }
-    free(room);
     return 1;
 }
 

@@ -144,10 +144,6 @@ static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n,
     }
 }
 
-#if LANES == 8
-#include "dots_avx2.h"
-#endif
-
 /* Outputs [begin, end) of all rows. Few rows: weights' rows are read to their ends, and of very few one after the other
  * in each of three thirds: a processor fetches a few long runs ahead better than many short ones. Many: a block of inputs
  * of PANEL rows stays in the cache while all weights pass. */
@@ -158,13 +154,15 @@ static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
     for (int64_t row = 0; row < job->rows; row += PANEL) {
         int64_t rows = job->rows - row < PANEL ? job->rows - row : PANEL;
 #if LANES == 8
-        int64_t done = begin;
-        for (; rows <= FEW && avx2_numbers_way(job) != NULL && done < end; done += 2)
-            for (int64_t k = 0, wide = end - done < 2 ? 1 : 2; k < job->inputs; k += DEPTH)
-                if (!avx2_dots(job, row, rows, done, wide, k))
-                    NAME(strip)(job, row, rows, done, (int)wide, 1, k, scratch);
-        if (done > begin)
+        if (rows <= FEW && avx2_has_dots(job)) {
+            for (int64_t n = begin, wide; n < end; n += wide) {
+                wide = end - n < 2 ? 1 : 2;
+                for (int64_t k = 0; k < job->inputs; k += DEPTH)
+                    if (!avx2_dots(job, row, rows, n, wide, k))
+                        NAME(strip)(job, row, rows, n, (int)wide, 1, k, scratch);
+            }
             continue;
+        }
 #endif
         if (rows <= FEW) {
             int64_t passes = (end - begin) / 3, apart = rows <= FAR_ROWS ? passes : 1, next = rows <= FAR_ROWS ? 1 : 3;

@@ -49,6 +49,7 @@ __all__ = [
     "by_torch",
     "dequantized",
     "first_outputs",
+    "gptq_first",
     "outputs_of",
     "unpack_with",
     "unpacks_at_once",
@@ -59,6 +60,8 @@ _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output 8 j + i of AWQ is in the nibble of this number, counted from the lowest bits."""
 OUTPUTS_TOGETHER: Final = 128
 """A matrix can be cut at multiples of so many outputs, or of those that share a scale if these are more."""
+_GPTQ_LESS: Final = 0x11111111
+"""What GPTQ's first format stores less than a word of eight zero points is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +300,12 @@ def _gptq(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
     """Zero points are one less than what they mean, as AutoGPTQ's first format has it. One was taken of a word's
     eight at once, so that a zero point of 0 borrowed from the next; adding them at once gives it back.
     """
-    return _by_inputs(spec, parts, _nibbles(parts["codes"], 0), _nibbles(parts["zeros"] + 0x11111111, 1))
+    return _by_inputs(spec, parts, _nibbles(parts["codes"], 0), _nibbles(parts["zeros"] + _GPTQ_LESS, 1))
+
+
+def gptq_first(zeros: Tensor) -> Tensor:
+    """Words of zero points of GPTQ's second format, int32, as the first stores them."""
+    return zeros - _GPTQ_LESS
 
 
 def _awq(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
