@@ -36,9 +36,11 @@ def seen(engine: Engine, first: list[int], again: list[int], *, load: bool) -> A
     ids=["llama", "gemma3", "qwen3_5", "qwen3_5-unit"],
 )
 def test_as_much_is_found_as_on_the_device(name: str, options: dict[str, Any], start: Start) -> None:
-    """Of a prompt that comes again, one that goes on behind it, and one that parts from it near its end."""
+    """Of a prompt that comes again, one that goes on behind it, and one that parts from it near its end. How many
+    tokens a block has, and so which hits end inside one, depends on the processor's instructions.
+    """
     engine, plain = start(name, connector(), **options), start(name, **options)
-    inside = 0
+    block, inside = engine.ask("layout")["hit_tokens"], [0, 0]
     for seed, tokens in enumerate((1380, 300, 800)):
         first = prompt(tokens, seed)
         for again in (first, first + prompt(150, 10 + seed), first[: tokens - 40] + prompt(90, 20 + seed)):
@@ -46,8 +48,9 @@ def test_as_much_is_found_as_on_the_device(name: str, options: dict[str, Any], s
             assert loaded.external >= local.local, (tokens, len(again))
             if loaded.external == local.local:
                 assert loaded.distance(local) == 0.0
-            inside += loaded.external % engine.ask("layout")["hit_tokens"] > 0
-    assert inside == (7 if options else 0)
+            for place, found in enumerate((local.local, loaded.external)):
+                inside[place] += found % block > 0
+    assert inside[0] == inside[1] and (inside[1] > 3) == bool(options)
     engine.ask("check")
 
 
