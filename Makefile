@@ -46,7 +46,7 @@ COMPAT_TESTS := tests/engine/families/test_families.py tests/engine/test_parity.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval llamacpp clients deploy-tools browser commands exhaustive families vllm vllm-env sglang real real-model compat pythons release-check clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval llamacpp clients deploy-tools browser commands exhaustive families vllm vllm-next vllm-env sglang real real-model compat pythons release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -212,8 +212,10 @@ $(BROWSER_STAMP): $(ENV_STAMP) tests/browser/package.json tests/browser/package-
 
 vllm-env: $(VLLM_STAMP) ## create .venv-vllm, where the plugin is tested
 
-vllm: $(VLLM_STAMP) $(VLLM_NEXT_STAMP) ## test the plugin on a real vLLM, in an environment of its own; a part on its next release
+vllm: $(VLLM_STAMP) ## test the plugin on a real vLLM, in an environment of its own
 	$(VLLM_VENV)/bin/python -m pytest $(PARALLEL) -m vllm tests/vllm
+
+vllm-next: $(VLLM_NEXT_STAMP) ## a part of these tests on vLLM's next release
 	PYTHONPATH=$(VLLM_NEXT) VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -m pytest $(PARALLEL) -m vllm_next tests/vllm
 
 $(VLLM_STAMP): requirements/vllm.txt requirements/bench.txt requirements/dev.txt requirements/runtime.txt pyproject.toml $(KERNEL)

@@ -32,8 +32,8 @@ NEXT = (
     "test_sides.py",
     "test_bookkeeping.py",
 )
-"""What `make vllm` runs with the next release of vLLM too: hybrids, failed loads, events, resets, aborts, drafts, other
-connectors beside it.
+"""What `make vllm-next` runs with the next release of vLLM too: hybrids, failed loads, events, resets, aborts, drafts,
+other connectors beside it.
 """
 
 
