@@ -187,6 +187,15 @@ static inline ALWAYS void avx2_scales_6(const uint8_t *block, float *scales, flo
     _mm256_storeu_ps(more, _mm256_mul_ps(scale, avx2_floats(_mm_srli_si128(bytes, 8), 1)));
 }
 
+/* Halves of powers of two, whose exponents are bytes: see `power_of`. */
+static inline ALWAYS __m256 avx2_powers(const uint8_t *from)
+{
+    __m256i v = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)), quiet = _mm256_set1_epi32(0x400000);
+    __m256i odd = _mm256_or_si256(_mm256_cmpeq_epi32(v, _mm256_setzero_si256()), _mm256_cmpeq_epi32(v, _mm256_set1_epi32(255)));
+    v = _mm256_or_si256(_mm256_slli_epi32(v, 23), _mm256_and_si256(odd, quiet));
+    return _mm256_mul_ps((__m256)v, _mm256_set1_ps(0.5f));
+}
+
 /* Of `blocks` blocks of a row from input k on, which begins one of 256 if these have scales in common: scales, and least
  * values or second scales, and zeros up to a whole group. */
 static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t blocks, float *scales, float *more)
@@ -200,13 +209,23 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
     else if (format == Q6_K)
         for (; b < eights; b += 8)
             avx2_scales_6(at + b / 8 * bytes, scales + b, more + b);
-    else if (AT_BEGIN(format) && eights > 0)
+    else if (AT_BEGIN(format) && eights > 0) {
         for (; b < blocks; b += 8) {
             b = b < blocks - 8 ? b : blocks - 8; /* some of the last eight again */
             const uint8_t *own = at + b * bytes, *after = own + 4 * bytes;
             _mm256_storeu_ps(scales + b, avx2_halves_of(own, after, bytes));
             if (dynamic_kind(job) == LEAST)
                 _mm256_storeu_ps(more + b, avx2_halves_of(own + 2, after + 2, bytes));
+        }
+    } else if (format == MXFP4 && job->kind == SCALES_E8M0)
+        for (; b < eights; b += 8)
+            _mm256_storeu_ps(scales + b, avx2_powers(row->scales + k / DYNAMIC_BLOCK + b));
+    else if (format == INT4_WORDS || format == PACKED4)
+        for (int64_t group = k / job->group, end = (group + 1) * job->group - k; b < blocks; group++, end += job->group) {
+            float own, less = 0;
+            dynamic_scale_of_group(job, row, group, &own, &less);
+            for (; b < blocks && b * DYNAMIC_BLOCK < end; b++)
+                scales[b] = own, more[b] = less;
         }
     for (; b < blocks; b++)
         dynamic_scale(job, row, k + b * DYNAMIC_BLOCK, scales + b, more + b);

@@ -123,10 +123,21 @@ static inline const uint8_t *dynamic_block(int format, const Coded *row, int64_t
     return row->w + k / (format < Q2_K ? 32 : 256) * block_bytes_of[format];
 }
 
+/* Of a group of inputs of a format whose scales lie apart: its scale, and least value. */
+static inline void dynamic_scale_of_group(const Linear *job, const Coded *row, int64_t group, float *scale, float *more)
+{
+    if (job->format == PACKED4) {
+        *scale = read_half(row->scales + 2 * group);
+        *more = read_half(row->zeros + 2 * group);
+    } else { /* INT4_WORDS, GPTQ, AWQ */
+        *scale = scale_of(row, group);
+        *more = dynamic_kind(job) == LEAST ? -(zero_of(row, group) * *scale) : 0;
+    }
+}
+
 /* Of block `k / 32` of an output's row: its scale, and least value or second scale. */
 static void dynamic_scale(const Linear *job, const Coded *row, int64_t k, float *scale, float *more)
 {
-    int64_t group = job->scales != NULL ? k / row->group : 0;
     int j = (int)(k % 256 / 32);
     const uint8_t *block = dynamic_block(job->format, row, k);
     float scales[16];
@@ -159,13 +170,8 @@ static void dynamic_scale(const Linear *job, const Coded *row, int64_t k, float 
     case MXFP4:
         *scale = scale_of(row, k / 32) * 0.5f;
         return;
-    case PACKED4:
-        *scale = read_half(row->scales + 2 * group);
-        *more = read_half(row->zeros + 2 * group);
-        return;
-    default: /* INT4_WORDS, GPTQ, AWQ */
-        *scale = scale_of(row, group);
-        *more = dynamic_kind(job) == LEAST ? -(zero_of(row, group) * *scale) : 0;
+    default:
+        dynamic_scale_of_group(job, row, k / row->group, scale, more);
     }
 }
 

@@ -3,6 +3,7 @@
 #include "vectors.h"
 #if LANES == 8
 #include "codes_avx2.h"
+#include "by_inputs_avx2.h"
 #include "dynamic_avx2.h"
 #include "numbers_avx2.h"
 #endif

@@ -25,8 +25,6 @@ static int multiply_transposed(const Linear *job, int64_t begin, int64_t end, vo
 /* Outputs [begin, end) of one layer; 0: there is no memory for it. */
 static int multiply(const Linear *job, int64_t begin, int64_t end)
 {
-    if (job->form >= DYNAMIC)
-        return dynamic->linear(job, begin, end);
     if (job->wide != NULL) {
         Linear own = *job;
         own.y = job->wide;
@@ -37,6 +35,12 @@ static int multiply(const Linear *job, int64_t begin, int64_t end)
             base_narrow(job->wide + at, (uint16_t *)job->y + at, end - begin);
         return there;
     }
+#ifdef CHOICE
+    if (used == &AVX2 && avx2_by_inputs(job))
+        return avx2_each_turned(job, begin, end, multiply);
+#endif
+    if (job->form >= DYNAMIC)
+        return dynamic->linear(job, begin, end);
     void (*work)(const Linear *, int64_t, int64_t) =
         job->packed ? used->tiles : job->form >= HALVES ? used->halves : used->linear;
     if (job->format == INPUTS_FIRST)

@@ -121,8 +121,12 @@ static int avx2_ready(const Linear *job, int64_t n, int64_t k, int64_t blocks, f
     for (int64_t b = 0; b < blocks; b++)
         fit &= (fabsf(scales[b]) < 0x1p96f) & (biased || fabsf(more[b]) < 0x1p96f)
                & (!words || fabsf(scales[b]) > 0x1p-120f || scales[b] == 0);
-    for (int64_t b = 0; biased && b < blocks; b++)
-        more[b] = words ? 32768 + zero_of(&row, (k + b * DYNAMIC_BLOCK) / row.group) : bias;
+    for (int64_t b = 0, group = words ? k / row.group : 0, end; biased && b < blocks; group++) {
+        bias = words ? 32768 + zero_of(&row, group) : bias;
+        end = words ? (group + 1) * row.group - k : DEPTH;
+        for (; b < blocks && b * DYNAMIC_BLOCK < end; b++)
+            more[b] = bias;
+    }
     return fit;
 }
 
