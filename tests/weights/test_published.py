@@ -24,6 +24,7 @@ from stowage.planner.model import read_model
 from stowage.planner.shapes import Model
 from stowage.weights.quantized.blocks import BlockLinear
 from stowage.weights.quantized.formats import Spec, by_torch
+from tests.families import all_of
 from tests.weights import published_files as files
 from tests.weights.conftest import assert_cached_one_by_one, logits, prompt
 
@@ -278,7 +279,7 @@ def test_other_types_are_run_in_too(tmp_path: Path) -> None:
     assert loading.eos_ids(loading.load(published).model) == {7, 9}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", all_of(["llama", "qwen3_moe", "mixtral", "deepseek_v3"]))
 @pytest.mark.parametrize("says", [True, False])
 def test_the_second_format_of_gptq_is_read_also_where_a_config_says_the_first(
     says: bool, family: str, tmp_path: Path
