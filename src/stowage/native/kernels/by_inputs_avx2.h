@@ -2,11 +2,6 @@
  * whose words of eight inputs are GPTQ's, and multiplied then as they are, with their bits. */
 enum { AVX2_TURNED = 64 };
 
-static int avx2_by_inputs(const Linear *job)
-{
-    return job->format == GPTQ || job->format == AWQ;
-}
-
 /* Bytes from one of these outputs to the next, such that a store to each finds room in the cache. */
 static int64_t avx2_turned_row(const Linear *job)
 {
@@ -24,16 +19,12 @@ static uint8_t *avx2_turned_room(const Linear *job)
 /* Eight words of eight rows: their columns. */
 static inline ALWAYS void avx2_transpose_words(__m256i v[8])
 {
-    __m256i t[8];
-    UNROLLED for (int i = 0; i < 8; i += 4) {
-        __m256i a = _mm256_unpacklo_epi32(v[i], v[i + 1]), b = _mm256_unpackhi_epi32(v[i], v[i + 1]);
-        __m256i c = _mm256_unpacklo_epi32(v[i + 2], v[i + 3]), d = _mm256_unpackhi_epi32(v[i + 2], v[i + 3]);
-        t[i] = _mm256_unpacklo_epi64(a, c), t[i + 1] = _mm256_unpackhi_epi64(a, c);
-        t[i + 2] = _mm256_unpacklo_epi64(b, d), t[i + 3] = _mm256_unpackhi_epi64(b, d);
-    }
+    avx2_transpose_fours(v);
+    avx2_transpose_fours(v + 4);
     UNROLLED for (int i = 0; i < 4; i++) {
-        v[i] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x20);
-        v[i + 4] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x31);
+        __m256i first = v[i], second = v[i + 4];
+        v[i] = _mm256_permute2x128_si256(first, second, 0x20);
+        v[i + 4] = _mm256_permute2x128_si256(first, second, 0x31);
     }
 }
 

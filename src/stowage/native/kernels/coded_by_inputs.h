@@ -5,11 +5,6 @@
  */
 enum { CODED_PANEL = 1024, CODED_STRIP = 128, CODED_SPAN = 256 }; /* outputs of one row of x, outputs, and inputs: at most */
 
-static inline int coded_by_inputs(const Linear *job)
-{
-    return job->format == GPTQ || job->format == AWQ;
-}
-
 /* to[i] has word i of all, for 16 vectors of 16 words. */
 static inline ALWAYS void coded_transpose(__m512i v[16])
 {

@@ -154,8 +154,8 @@ static void coded_fill_by_inputs(const Linear *job, int64_t n, int64_t wide, uin
 static void coded_fill(const Linear *job, int64_t n, int64_t wide, uint16_t *to, int64_t stride)
 {
     float scales[CODED_SCALES];
-    if (coded_is_odd(job) || coded_by_inputs(job)) {
-        (coded_by_inputs(job) ? coded_fill_by_inputs : coded_fill_plainly)(job, n, wide, to, stride);
+    if (coded_is_odd(job) || lies_by_inputs(job)) {
+        (lies_by_inputs(job) ? coded_fill_by_inputs : coded_fill_plainly)(job, n, wide, to, stride);
         return;
     }
     for (int64_t k = 0, end; k < job->inputs; k = end) {
@@ -284,7 +284,7 @@ static int coded_few(const Linear *job, int64_t begin, int64_t end)
 {
     float sums[CODED_PANEL] __attribute__((aligned(64)));
     __m512 kept[CODED_PANEL + HALVES_ROWS * 8]; /* GPTQ's last outputs may be half of what is computed at once */
-    int way = job->rows > 4 ? 3 : job->rows > 2 ? 2 : (int)job->rows - 1, across = coded_by_inputs(job);
+    int way = job->rows > 4 ? 3 : job->rows > 2 ? 2 : (int)job->rows - 1, across = lies_by_inputs(job);
     int64_t panel = across ? CODED_PANEL >> way : HALVES_PANEL, span = way > 0 ? CODED_SPAN : CODED_SPAN / 2;
     if (across)
         coded_fetch_first(job, begin, end - begin < panel ? end - begin : panel, span < job->inputs ? span : job->inputs);
@@ -304,7 +304,7 @@ static int coded_few(const Linear *job, int64_t begin, int64_t end)
  * `most` rows. */
 static int coded_pays_twice(const Linear *job, int64_t most)
 {
-    return job->rows > FEW && job->rows <= most && !coded_by_inputs(job);
+    return job->rows > FEW && job->rows <= most && !lies_by_inputs(job);
 }
 
 /* Outputs [begin, end) of some rows, FEW at a time, by `few`; a packed one takes so many bytes. 0: there is no memory for it. */

@@ -122,7 +122,7 @@ static const Avx2Ways avx2_ways[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_LAI
 /* How what begins at group g of a row is computed; NULL: groups are nowhere in one piece. */
 static const Avx2Ways *avx2_ways_of(const Linear *job, int64_t g)
 {
-    if (avx2_by_inputs(job) || (job->format == PACKED4 && job->inputs % (2 * DYNAMIC_GROUP) != 0))
+    if (lies_by_inputs(job) || (job->format == PACKED4 && job->inputs % (2 * DYNAMIC_GROUP) != 0))
         return NULL;
     if (job->format == INT4_WORDS && job->zeros != NULL)
         return avx2_ways + GPTQ;

@@ -229,9 +229,9 @@ static int dynamic_many(const Linear *job, int64_t begin, int64_t end)
     memset(piece.last, 0, sizeof piece.last);
     for (int64_t n = begin; n < end; n += DYNAMIC_WIDE) {
         int64_t wide = end - n < DYNAMIC_WIDE ? end - n : DYNAMIC_WIDE;
-        if (coded_by_inputs(job))
+        if (lies_by_inputs(job))
             dynamic_lay_by_inputs(job, n, wide, &panel);
-        for (int64_t k = 0, stop; k < job->inputs && !coded_by_inputs(job); k = stop) {
+        for (int64_t k = 0, stop; k < job->inputs && !lies_by_inputs(job); k = stop) {
             stop = coded_end(job, k, HALVES_DEPTH);
             dynamic_begin(job, n, wide, DYNAMIC_WIDE, k, stop - k, &piece);
             uint8_t *to = panel.codes + k / DYNAMIC_GROUP * DYNAMIC_CODES;
@@ -270,7 +270,7 @@ static int dynamic_many(const Linear *job, int64_t begin, int64_t end)
 static int dynamic_some(const Linear *job, int64_t begin, int64_t end)
 {
     if (!dynamic_ways[job->format].here)
-        return coded_by_inputs(job) ? dynamic_by_inputs(job, begin, end, dynamic_way(job->rows)) : dynamic_few(job, begin, end);
+        return lies_by_inputs(job) ? dynamic_by_inputs(job, begin, end, dynamic_way(job->rows)) : dynamic_few(job, begin, end);
     dynamic_few_here(job, begin, end);
     return 1;
 }

@@ -3,13 +3,15 @@
 #include "vectors.h"
 #if LANES == 8
 #include "codes_avx2.h"
-#include "by_inputs_avx2.h"
 #include "dynamic_avx2.h"
 #include "numbers_avx2.h"
 #endif
 #include "formats.h"
 #include "linear.h"
 #include "inputs_first.h"
+#if LANES == 8
+#include "by_inputs_avx2.h"
+#endif
 #include "attention_scores.h"
 #include "attention.h"
 #include "norm.h"

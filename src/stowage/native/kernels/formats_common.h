@@ -157,6 +157,12 @@ static inline ALWAYS int code_of(int format, const Coded *row, int64_t k, int i)
     }
 }
 
+/* Whether codes of an input lie side by side, not those of an output. */
+static inline int lies_by_inputs(const Linear *job)
+{
+    return job->format == GPTQ || job->format == AWQ;
+}
+
 static inline Coded coded_row(const Linear *job, int64_t n)
 {
     int64_t eighth = job->outputs / 8, groups = 0;
@@ -165,7 +171,7 @@ static inline Coded coded_row(const Linear *job, int64_t n)
     Coded row = {.w = (const uint8_t *)job->w + n * job->w_row, .scales = job->scales, .zeros = job->zeros,
                  .group = job->group, .kind = job->kind, .scale_step = 1, .zero_step = 1,
                  .zero_shift = (int)(n % 8) * 4};
-    if (job->format == GPTQ || job->format == AWQ) {
+    if (lies_by_inputs(job)) {
         int awq = job->format == AWQ;
         row.across = 4 * (awq ? eighth : job->outputs);
         row.w = (const uint8_t *)job->w + 4 * (awq ? n / 8 : n);

@@ -36,7 +36,7 @@ static int multiply(const Linear *job, int64_t begin, int64_t end)
         return there;
     }
 #ifdef CHOICE
-    if (used == &AVX2 && avx2_by_inputs(job))
+    if (used == &AVX2 && lies_by_inputs(job))
         return avx2_each_turned(job, begin, end, multiply);
 #endif
     if (job->form >= DYNAMIC)
@@ -262,7 +262,7 @@ static long divide(LinearShares *shares, int layers, long threads)
         outputs += job[i].outputs;
     threads = job->rows * job->inputs * outputs < 65536 ? 1 : threads;
     int rounds = job->form >= DYNAMIC, step = is_tiled(job) || rounds || job->format != PLAIN ? 32 : 12;
-    int across = job->format == GPTQ || job->format == AWQ, runs = across ? 2 : 4;
+    int across = lies_by_inputs(job), runs = across ? 2 : 4;
     if (across && !rounds && outputs < 2048 * threads) /* a run is as long as a piece is wide */
         runs = 1;
     int64_t pieces = (job->rows > FEW ? 8 : runs) * threads; /* few rows wait for memory: it likes long runs */
