@@ -5,8 +5,8 @@ of what it and its answer need.
 
 A Llama-like model of 0.04 B parameters, so that attention over the context is a good part of the work, and host memory
 with room for all of it. Time to first token, cold and with the prompt in host memory already (the device's cache
-dropped), and tokens per second of decoding 48 tokens, alone. ``torch``: without the engine's kernels, where what is
-away is brought in pieces. Sizes rotate over the rounds. All answers of a round must agree in their first token's
+dropped), and tokens per second of decoding 48 tokens, alone. ``torch``: without the engine's kernels, where offloaded
+keys are copied in pieces. Sizes rotate over the rounds. All answers of a round must agree in their first token's
 log-probability.
 """
 

@@ -31,7 +31,7 @@ from stowage import openmp
 from stowage.planner import probe
 from stowage.planner.machine import Machine
 from stowage.planner.model import read_model
-from stowage.planner.predict import Away, Workload, predict
+from stowage.planner.predict import Offloaded, Workload, predict
 from stowage.planner.shapes import Model
 
 SCRIPT = Path(__file__).parent / "peers" / "placed_engine.py"
@@ -52,13 +52,13 @@ class Case:
     mapped: frozenset[int] = frozenset()
     head: bool = False
 
-    def away(self, model: Model) -> Away:
+    def offloaded(self, model: Model) -> Offloaded:
         layers = sum(model.layers[at].total_bytes for at in self.streamed)
         mapped = sum(model.layers[at].total_bytes for at in self.mapped)
         head = model.head_bytes * self.head
         if self.streamed:
-            return Away(0, layers + head, mapped_bytes=mapped)
-        return Away(mapped_bytes=mapped + head * bool(self.mapped))
+            return Offloaded(0, layers + head, mapped_bytes=mapped)
+        return Offloaded(mapped_bytes=mapped + head * bool(self.mapped))
 
     def host_bytes(self, model: Model) -> int:
         """With a little for the engine's arena, which wants some."""
@@ -89,7 +89,7 @@ def measure(case: Case, path: Path, model: Model, machine: Machine, new_tokens: 
         peer.ask(prompts=[models.random_tokens(PROMPT_TOKENS, seed)], tokens=4)  # once: page cache, memory
         for batch in BATCHES:
             work = Workload(CONTEXT_TOKENS, batch, PROMPT_TOKENS, new_tokens)
-            predicted = predict(model, machine, work, case.away(model))
+            predicted = predict(model, machine, work, case.offloaded(model))
             prompts = [models.random_tokens(PROMPT_TOKENS, seed + 10 * batch + at) for at in range(batch)]
             done = peer.ask(prompts=prompts, tokens=new_tokens)
             found[str(batch)] = {

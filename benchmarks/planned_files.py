@@ -25,7 +25,7 @@ from stowage import openmp
 from stowage.planner import format_speed, probe
 from stowage.planner.machine import Machine, from_json
 from stowage.planner.model import read_model
-from stowage.planner.predict import Away, Workload, predict
+from stowage.planner.predict import Offloaded, Workload, predict
 from stowage.planner.shapes import Model
 
 WAYS = {"stowage": "exact", "int8-activations": "--int8-activations"}
@@ -45,8 +45,8 @@ def predicted(model: Model, machine: Machine, way: str) -> dict[str, float]:
     if way != "stowage":
         model = format_speed.with_int8(model, machine)
     tokens, context = engine.NEW_TOKENS, 2048
-    found = predict(model, machine, Workload(context, 1, PREFILL_TOKENS, 1), Away())
-    decoding = predict(model, machine, Workload(context, 1, engine.PROMPT_TOKENS, tokens), Away())
+    found = predict(model, machine, Workload(context, 1, PREFILL_TOKENS, 1), Offloaded())
+    decoding = predict(model, machine, Workload(context, 1, engine.PROMPT_TOKENS, tokens), Offloaded())
     return {f"prefill {PREFILL_TOKENS}": found.prefill_tokens_per_s, "decode 1": decoding.tokens_per_s}
 
 

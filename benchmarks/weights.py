@@ -133,7 +133,7 @@ def report(rounds: list[dict[str, Any]], sizes: dict[str, int], layers: int) -> 
     """Print tokens per second, the ratio to memory and to the limit of the same round; the numbers to keep."""
     kept: dict[str, Any] = {}
     half_bytes = layers // 2 * sizes["layer"]
-    away = {
+    offloaded = {
         "accelerate": sizes["all"],
         "accelerate-half": half_bytes,
         "transformers": sizes["all"] - sizes["table"],
@@ -164,7 +164,7 @@ def report(rounds: list[dict[str, Any]], sizes: dict[str, int], layers: int) -> 
                 entry["of_stream"] = median_spread([_mean(unpacked) / s for s, unpacked in whole])
                 text += f"  {entry['of_stream'].median:.2f} x stream"
             counted = "stream" if way == LOSSLESS and "stream" in taken[0] else way
-            step_bytes = int(taken[0][counted][case]["stats"].get("pass_bytes", away.get(way, 0)))
+            step_bytes = int(taken[0][counted][case]["stats"].get("pass_bytes", offloaded.get(way, 0)))
             if plain_s and step_bytes and (case.startswith("cold") or way.endswith(("stream", "half"))):
                 limit_s = [max(step_bytes / r["disk"], m) for m, (_, r) in zip(plain_s, compared, strict=True)]
                 entry["of_limit"] = median_spread([a / s for a, (s, _) in zip(limit_s, compared, strict=True)])

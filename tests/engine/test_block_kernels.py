@@ -182,8 +182,8 @@ def test_rows_of_what_is_away_or_in_several_tensors_are_left_to_the_reference() 
     spec, ids = Spec("q8_0", 8, 64), torch.tensor([1])
     assert kernels.looks_up(ids, BlockMatrix(spec, parts_of(spec), torch.float32))
     assert not kernels.looks_up(ids.int(), BlockMatrix(spec, parts_of(spec), torch.float32))
-    away = {part: values[:1].expand(values.shape) for part, values in parts_of(spec).items()}
-    assert not kernels.looks_up(ids, BlockMatrix(spec, away, torch.float32))
+    offloaded = {part: values[:1].expand(values.shape) for part, values in parts_of(spec).items()}
+    assert not kernels.looks_up(ids, BlockMatrix(spec, offloaded, torch.float32))
     other = Spec("mxfp4", 8, 64)
     assert not kernels.looks_up(ids, BlockMatrix(other, parts_of(other), torch.float32))
     assert not kernels.looks_up(ids, torch.zeros(8, 64))
@@ -220,5 +220,5 @@ def test_what_is_away_or_scaled_at_odd_places_is_left_to_the_reference() -> None
     assert not kernels.takes_blocks(x, BlockMatrix(spec, parts_of(spec), torch.float32))
     whole = replace(spec, group=0)
     assert kernels.takes_blocks(x, BlockMatrix(whole, parts_of(whole), torch.float32))
-    away = {part: values[:1].expand(values.shape) for part, values in parts_of(whole).items()}
-    assert not kernels.takes_blocks(x, BlockMatrix(whole, away, torch.float32))
+    offloaded = {part: values[:1].expand(values.shape) for part, values in parts_of(whole).items()}
+    assert not kernels.takes_blocks(x, BlockMatrix(whole, offloaded, torch.float32))

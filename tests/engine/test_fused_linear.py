@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from stowage.executor import kernels as native
 from stowage.executor.determinism.row_invariance import RowInvariance
-from stowage.weights.away import absent, come, go
+from stowage.weights.offloaded_parameter import nan_placeholder, offload, restore
 from stowage.weights.quantized.blocks import BlockLinear
 from stowage.weights.quantized.formats import Spec
 from tests.block_formats import parts_of
@@ -120,12 +120,12 @@ def test_a_weight_that_is_away_is_not_computed_ahead(net, calls):
     """The second layer's comes when it is called, and goes again; then it stays."""
     mode, weight = RowInvariance(linear=True, exact=False), net.second.weight
     here = weight.data
-    away = absent(here.shape, here.dtype)
+    offloaded = nan_placeholder(here.shape, here.dtype)
     handles = [
-        net.second.register_forward_pre_hook(lambda *_: come(weight, here)),
-        net.second.register_forward_hook(lambda *_: go(weight, away)),
+        net.second.register_forward_pre_hook(lambda *_: restore(weight, here)),
+        net.second.register_forward_hook(lambda *_: offload(weight, offloaded)),
     ]
-    go(weight, away)
+    offload(weight, offloaded)
     for seed in range(3):
         with torch.inference_mode():
             x = torch.randn(1, 2, 40, generator=torch.Generator().manual_seed(seed)).to(here.dtype)
@@ -136,7 +136,7 @@ def test_a_weight_that_is_away_is_not_computed_ahead(net, calls):
     assert 3 not in calls
     for handle in handles:
         handle.remove()
-    come(weight, here)
+    restore(weight, here)
     calls.clear()
     with torch.inference_mode(), mode:
         net(torch.ones(1, 1, 40, dtype=here.dtype))
@@ -209,8 +209,8 @@ def test_a_matrix_that_is_away_is_not_computed_ahead(calls):
             with mode:
                 expected = net(x)
         assert calls[-1] == 3
-        net.second.register_forward_pre_hook(lambda *_: come(weight, here))
-        go(weight, absent(here.shape, here.dtype))
+        net.second.register_forward_pre_hook(lambda *_: restore(weight, here))
+        offload(weight, nan_placeholder(here.shape, here.dtype))
         calls.clear()
         with mode:
             found = net(x)

@@ -159,7 +159,7 @@ def test_preempted(family: str, opened) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_longer_than_the_device(opened) -> None:  # type: ignore[no-untyped-def]
-    """A sequence whose blocks are away is computed plainly."""
+    """A sequence whose blocks are offloaded is computed plainly."""
     from stowage.executor.block_pool import bytes_needed
 
     prompt = random_prompt(150, seed=1)

@@ -19,7 +19,7 @@ from stowage.executor import streamed_attention
 from stowage.executor.attention_scores import Scores, attend
 from stowage.executor.batch import StreamStep
 from stowage.executor.block_pool import blocks_needed
-from stowage.executor.block_table import AWAY
+from stowage.executor.block_table import OFFLOADED
 from stowage.native import is_wanted
 from tests.engine.conftest import assert_nothing_is_pinned, check_and_close, random_prompt
 from tests.engine.families.world import World, greedy
@@ -46,7 +46,8 @@ def opened():
     def engine(family, percent=100, *, deterministic=False, **memory):
         world = world_of(family)
         sizes = SMALL | {"host_memory": "8MiB"} | memory
-        # Without kernels the bits of keys that are away depend on how much of them is: exact answers are refused there.
+        # Without kernels the bits of keys that are offloaded depend on how much of them is: exact answers are refused
+        # there.
         how = {"deterministic": deterministic, "batch_dependent": not is_wanted()}
         if "kv_cache_memory" not in sizes:
             with Engine(world.model, Memory(kv_cache_memory="8MiB", **SMALL), **how) as roomy:
@@ -110,13 +111,13 @@ def test_larger_than_the_device(family, kernels, opened, monkeypatch):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("tokens", "start"), [(1, 70), (20, 60)])
 def test_pieces_are_summed_as_the_whole(softcap, sinks, tokens, start, monkeypatch):
-    """Keys in pieces of 32, every other block away, against softmax over all of them at once."""
+    """Keys in pieces of 32, every other block offloaded, against softmax over all of them at once."""
     monkeypatch.setattr(streamed_attention, "PIECE_KEYS_MAX", 32)
     length, size = start + tokens, 16
     pool, arena = torch.randn(2, 6, size, 2, 8), torch.randn(2, 6, size, 2, 8)
     query = torch.randn(tokens, 4, 8)
     scores = Scores(0.6, softcap, torch.tensor([3.0, -1.0, 0.5, 6.0]) if sinks else None)
-    step = StreamStep(0, tokens, start, torch.tensor([AWAY - 3, 2, AWAY, 4, AWAY - 1]))
+    step = StreamStep(0, tokens, start, torch.tensor([OFFLOADED - 3, 2, OFFLOADED, 4, OFFLOADED - 1]))
     found = streamed_attention.attend(None, query, tuple(pool), tuple(arena), step, scores)
     blocks = torch.stack([arena[:, 3], pool[:, 2], arena[:, 0], pool[:, 4], arena[:, 1]], 1)
     keys, values = blocks.flatten(1, 2)[:, :length].transpose(1, 2)[:, None]
@@ -162,8 +163,8 @@ def test_two_long_ones_and_a_short_one(host, opened):
 
 
 def test_preempted_by_an_older_one(opened):
-    """A short sequence that is older and grows to the whole device: the long one leaves with what is away already, and
-    comes back; nothing is computed twice.
+    """A short sequence that is older and grows to the whole device: the long one leaves with what is offloaded already,
+    and comes back; nothing is computed twice.
     """
     engine = opened("llama", 40)
     prompts = [random_prompt(60, seed=6), PROMPT]
@@ -380,7 +381,7 @@ def test_any_schedule(family, seed, opened, tmp_path):
 
 
 def test_without_kernels_exact_answers_need_the_device(opened, monkeypatch):
-    """torch sums keys that are away in another order; the message says what helps."""
+    """torch sums keys that are offloaded in another order; the message says what helps."""
     monkeypatch.setenv("STOWAGE_PURE_PYTHON", "1")
     with (
         Engine(world_of("llama").model, Memory(kv_cache_memory="160KiB", host_memory="8MiB", **SMALL)) as engine,

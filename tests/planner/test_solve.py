@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stowage.errors import BudgetError
 from stowage.planner.machine import Machine
-from stowage.planner.predict import Away, decode_step
+from stowage.planner.predict import Offloaded, decode_step
 from stowage.planner.shapes import Model
 from stowage.planner.solve import DEVICE, DISK, HOST, TIERS, Budgets, Placements, Solution, solve, spread_order
 from tests.planner.made import MIB, WORK, machine, model
@@ -53,10 +53,10 @@ def test_never_over_a_budget_and_nothing_is_lost(made: Model, on: Machine, given
             layers[part.layer] += part.nbytes
     assert layers == {layer.index: layer.total_bytes for layer in made.layers}
     on_disk = sum(part.nbytes for part in solution.placed if part.delivery == "stream")
-    assert solution.away.disk_bytes == solution.prediction.decode.disk_bytes == on_disk
+    assert solution.offloaded.disk_bytes == solution.prediction.decode.disk_bytes == on_disk
     on_host = sum(part.nbytes for part in solution.placed if part.tier == HOST)
     over_link = on_disk + on_host if on.has_device else 0
-    assert solution.away.link_bytes == solution.prediction.decode.link_bytes == over_link
+    assert solution.offloaded.link_bytes == solution.prediction.decode.link_bytes == over_link
 
 
 @given(models, machines, budgets, sizes, sizes, sizes)
@@ -120,7 +120,7 @@ def test_what_a_refusal_says_is_enough(made: Model, on: Machine, given_bytes: Bu
 
 def everything(made: Model, on: Machine, given_bytes: Budgets) -> float:
     """Seconds of a decoding step in the best of all placements of whole layers, one by one."""
-    compute_s = decode_step(made, on, WORK, Away()).compute_s
+    compute_s = decode_step(made, on, WORK, Offloaded()).compute_s
     room = Placements(made, on, WORK)
     parts = [*(layer.total_bytes for layer in made.layers), made.head_bytes]
     best_s = float("inf")
@@ -238,7 +238,7 @@ def test_only_the_experts_that_a_batch_meets_are_computed() -> None:
 
     def expert_s(batch: int) -> float:
         work = replace(WORK, batch=batch)
-        return decode_step(made, on, work, Away()).compute_s - decode_step(dense, on, work, Away()).compute_s
+        return decode_step(made, on, work, Offloaded()).compute_s - decode_step(dense, on, work, Offloaded()).compute_s
 
     assert expert_s(1) == pytest.approx(4 * on.multiply_s(made.dtype, 2 * 2 * MIB, 1))
     met = 8 * (1 - (6 / 8) ** 2)  # two sequences choose two of eight each
@@ -270,11 +270,11 @@ def test_mapped_weights_take_what_was_measured_longer() -> None:
     made, on = model([8] * 4), machine("cpu")
     slow = replace(on, mapped_byte_s=0.5 / MIB)
     plain, longer = (solved(made, each, 0, host=24 * MIB) for each in (on, slow))
-    assert longer.away.mapped_bytes == sum(p.nbytes for p in longer.placed if p.delivery == "mapped") > 0
+    assert longer.offloaded.mapped_bytes == sum(p.nbytes for p in longer.placed if p.delivery == "mapped") > 0
     more_s = longer.prediction.decode.total_s - plain.prediction.decode.total_s
-    assert more_s == pytest.approx(0.5 * longer.away.mapped_bytes / MIB)
+    assert more_s == pytest.approx(0.5 * longer.offloaded.mapped_bytes / MIB)
     on_gpu = solved(made, machine("cuda"), 0, host=24 * MIB)
-    assert on_gpu.away.mapped_bytes == 0 < on_gpu.away.link_bytes
+    assert on_gpu.offloaded.mapped_bytes == 0 < on_gpu.offloaded.link_bytes
 
 
 def test_alternatives_say_what_more_memory_would_bring() -> None:

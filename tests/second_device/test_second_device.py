@@ -146,8 +146,8 @@ def test_weights_that_cross_over(family: str, rules: str, opened, references) ->
     for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, greedy(4)), strict=True):
         assert_same(completion, references(family).answer(prompt, 4))
     assert engine.stats()["weights"]["read_bytes"] > 0
-    away = engine.weights.placement.nbytes(Delivery.STREAM, Delivery.PREFETCH)
-    assert away > 0 and engine.model.device == engine.weights.device
+    offloaded = engine.weights.placement.nbytes(Delivery.STREAM, Delivery.PREFETCH)
+    assert offloaded > 0 and engine.model.device == engine.weights.device
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

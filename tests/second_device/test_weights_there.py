@@ -13,7 +13,7 @@ from stowage.cuda.mapped import mapped
 from stowage.engine import engine as engine_module
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
-from stowage.weights.away import AwayError
+from stowage.weights.offloaded_parameter import OffloadedError
 from stowage.weights.placement import Delivery
 from tests.engine.conftest import Reference, assert_same, greedy, random_prompt
 from tests.late_carrier import LateCarrier
@@ -91,7 +91,7 @@ def test_parameters_stay_in_host_memory(
         layer = engine.model.model.layers[-1].mlp
         shown = next(p for p in layer.parameters() if p.dim() > 1)
         assert shown.device == device and not shown.isnan().any()
-    with pytest.raises(AwayError):  # memory that is not pinned any more is not read
+    with pytest.raises(OffloadedError):  # memory that is not pinned any more is not read
         shown.isnan()
     assert not carrier.pinned
     assert not carrier.violations

@@ -82,8 +82,8 @@ def test_it_answers_as_plain_transformers_does(name: str, dtype: torch.dtype, sa
         model = placed(directory, total, placement)
         assert type(model) is type(plain)
         stats = model.stowage.stats()
-        away = stats["stream_bytes"] + stats["prefetch_bytes"] + stats["rows_bytes"]
-        assert away > total * (0.85 if placement != "budget" else 0.2)
+        offloaded = stats["stream_bytes"] + stats["prefetch_bytes"] + stats["rows_bytes"]
+        assert offloaded > total * (0.85 if placement != "budget" else 0.2)
         if placement == "budget":
             assert model.stowage.placement.device_bytes <= total * 0.78
         for _ in range(2):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.errors import CheckpointError
-from stowage.weights.away import absent
+from stowage.weights.offloaded_parameter import nan_placeholder
 from stowage.weights.quantized import codes
 from stowage.weights.quantized.codes import Form, PackedMatrix
 from stowage.weights.quantized.encoding import ENCODED
@@ -109,10 +109,10 @@ def test_better_codes_than_the_range_alone_are_found() -> None:
 @pytest.mark.parametrize("name", OWN)
 def test_what_is_away_gives_nan(name: str) -> None:
     form = Form(name, 40, 128)
-    away = absent((form.nbytes,), torch.uint8)
+    offloaded = nan_placeholder((form.nbytes,), torch.uint8)
     for dtype in (torch.float32, torch.bfloat16):
         for rows in (1, 30):
-            product = PackedMatrix(form, away, dtype).multiply(torch.randn(rows, 128).to(dtype))
+            product = PackedMatrix(form, offloaded, dtype).multiply(torch.randn(rows, 128).to(dtype))
             assert bool(torch.isnan(product).all())
 
 
@@ -151,8 +151,8 @@ def test_rows_are_looked_up(name: str) -> None:
         table = PackedMatrix(form, packed, dtype)
         ids = torch.tensor([[3, 0, 39], [3, 7, 1]])
         assert torch.equal(torch.nn.functional.embedding(ids, table), table.unpacked()[ids])  # type: ignore[arg-type]
-    away = PackedMatrix(form, absent((form.nbytes,), torch.uint8), torch.float32)
-    assert bool(torch.isnan(away.looked_up(torch.tensor([1]))).all())
+    offloaded = PackedMatrix(form, nan_placeholder((form.nbytes,), torch.uint8), torch.float32)
+    assert bool(torch.isnan(offloaded.looked_up(torch.tensor([1]))).all())
 
 
 @pytest.mark.parametrize("name", codes.FORMS)

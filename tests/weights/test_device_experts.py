@@ -168,7 +168,7 @@ def compute(cache: DeviceExperts, truth: Sequence[Sequence[Tensor]], layer: int,
         assert module.bias[number] == expert + 10 * layer
     cache.give_back(layer)
     cache.give_back(layer)
-    with pytest.raises(ModelError, match="away"):
+    with pytest.raises(ModelError, match="offloaded"):
         module.up.sum()
     assert module.up.shape == (EXPERTS, 6, 8) and len(module.bias) == EXPERTS
     cache.check()

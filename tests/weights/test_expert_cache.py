@@ -103,15 +103,15 @@ def test_what_is_chosen_is_there_and_what_is_away_is_nan(
     for layer in range(LAYERS):
         for expert in range(EXPERTS):
             here = [torch.equal(p[expert], v[expert]) for p, v in zip(parameters[layer], truth[layer], strict=True)]
-            away = [bool(p[expert].isnan().any()) for p in parameters[layer]]
-            assert here == [not gone for gone in away]
+            offloaded = [bool(p[expert].isnan().any()) for p in parameters[layer]]
+            assert here == [not gone for gone in offloaded]
             assert len(set(here)) == 1
             there += here[0]
     assert there <= frames
     assert cache._memory.used_bytes <= frames * cache._memory.frame_bytes
     assert readers.close()
     cache.close(ended=True)
-    assert all(bool(p.isnan().any()) for layer in parameters for p in layer), "all are away"
+    assert all(bool(p.isnan().any()) for layer in parameters for p in layer), "all are offloaded"
 
 
 def test_a_disk_that_fails_leaves_nothing_half_read(tmp_path: Path, table: File) -> None:

@@ -1,5 +1,5 @@
 """Experts that come and go change no answer, take no more memory than their cache, and are never computed with while
-they are away.
+they are offloaded.
 """
 
 from __future__ import annotations

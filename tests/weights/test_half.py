@@ -77,8 +77,8 @@ def test_every_placement_answers_in_half_precision_as_plain_transformers(
         moved = model.stowage.placement
         seen.update(moved.deliveries)
         if budget.get("weights", "").startswith("*="):
-            away = moved.nbytes(*(set(Delivery) - {Delivery.RESIDENT}))
-            assert away > total // 2, "most of it comes and goes"
+            offloaded = moved.nbytes(*(set(Delivery) - {Delivery.RESIDENT}))
+            assert offloaded > total // 2, "most of it comes and goes"
         model.stowage.check()
         model.stowage.close()
     assert seen >= {Delivery.STREAM, Delivery.PREFETCH, Delivery.MAPPED}

@@ -98,7 +98,7 @@ def test_a_packed_directory_that_is_not_whole_is_refused(packs: Callable[..., Pa
 
 
 def test_bytes_of_another_kind_are_not_offloaded(tmp_path: Path) -> None:
-    """Nothing would tell that they are away."""
+    """Nothing would tell that they are offloaded."""
     model = tiny_models.build("llama")
     linear = model.model.layers[1].mlp.up_proj
     linear.weight = torch.nn.Parameter(torch.zeros(linear.weight.shape, dtype=torch.uint8), requires_grad=False)

@@ -152,7 +152,7 @@ def test_an_engine_that_keeps_no_kv_below_takes_a_model_whose_weights_lie_there(
 
 
 def test_a_prefix_cache_and_an_engine_take_an_offloaded_model(checkpoints: Callable[..., Path]) -> None:
-    """Both name what they keep after the weights: of weights that are away they must not read a name."""
+    """Both name what they keep after the weights: of weights that are offloaded they must not read a name."""
     ids = prompt(200)
     names = []
     for family in ("llama", "qwen3"):

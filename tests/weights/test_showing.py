@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import stowage
 from stowage.testing import tiny_models
 from stowage.weights import saving
-from stowage.weights.away import AwayParameter, absent
+from stowage.weights.offloaded_parameter import OffloadedParameter, nan_placeholder
 from stowage.weights.placement import Delivery
 from tests.families import all_of
 from tests.weights.conftest import bytes_of, logits, prompt, take_tiny_units
@@ -202,16 +202,16 @@ READS: dict[str, Callable[[Any], Any]] = {
 def test_a_weight_that_is_away_is_read_by_nobody(how: str, lasting: tuple[str, Any]) -> None:
     _, model = lasting
     logits(model, prompt())
-    away = {name: p for name, p in model.named_parameters() if isinstance(p, AwayParameter)}
-    assert away
-    for name, parameter in away.items():
-        with pytest.raises(stowage.ModelError, match="is away") as raised:
+    offloaded = {name: p for name, p in model.named_parameters() if isinstance(p, OffloadedParameter)}
+    assert offloaded
+    for name, parameter in offloaded.items():
+        with pytest.raises(stowage.ModelError, match="is offloaded") as raised:
             READS[how](parameter)
         assert name in str(raised.value) or family_ties(model)
         assert parameter.device.type == "cpu" and parameter.numel() and len(parameter) == parameter.shape[0]
     assert model.device.type == "cpu" and model.dtype is torch.float32
     assert model.num_parameters() and model.get_memory_footprint()
-    assert "NaN" not in repr(model) and all("away" in repr(p) for p in away.values())
+    assert "NaN" not in repr(model) and all("offloaded" in repr(p) for p in offloaded.values())
 
 
 MADE_BELOW_PYTHON: dict[str, Callable[[Any], Tensor]] = {
@@ -232,9 +232,9 @@ def test_what_torch_makes_of_it_without_asking_holds_no_number(how: str, lasting
     """These copy what they are given before Python is asked."""
     _, model = lasting
     logits(model, prompt())
-    away = [p for p in model.parameters() if isinstance(p, AwayParameter)]
-    assert away
-    for parameter in away:
+    offloaded = [p for p in model.parameters() if isinstance(p, OffloadedParameter)]
+    assert offloaded
+    for parameter in offloaded:
         made = MADE_BELOW_PYTHON[how](parameter)
         assert made.shape == parameter.shape and bool(made.isnan().all())
 
@@ -243,7 +243,7 @@ def test_what_torch_makes_of_it_without_asking_holds_no_number(how: str, lasting
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_what_stands_for_a_weight_that_is_away(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """A single number, too, in no more memory than one."""
-    made = absent(shape, dtype)
+    made = nan_placeholder(shape, dtype)
     assert made.shape == shape and made.dtype is dtype and made.untyped_storage().nbytes() == made.element_size()
     ones = 255 if dtype is torch.uint8 else -1
     assert bool(made.float().isnan().all()) if dtype.is_floating_point else bool((made == ones).all())
@@ -281,9 +281,9 @@ def test_what_cannot_be_given_is_refused_with_the_way_out(
     if (
         wish == "of a part"
         and family == "llama"
-        and not isinstance(model.model.layers[0].mlp.up_proj.weight, AwayParameter)
+        and not isinstance(model.model.layers[0].mlp.up_proj.weight, OffloadedParameter)
     ):
-        way_out = "is away"
+        way_out = "is offloaded"
     with pytest.raises(stowage.ModelError, match=way_out):
         ask(model, tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
@@ -304,9 +304,9 @@ def test_compiled_and_exported_models_are_right_or_refused(placed: tuple[str, An
     expected = logits(plain(family), prompt())
     assert torch.equal(logits(torch.compile(model, backend="eager"), prompt()), expected)
     torch._dynamo.reset()  # else it runs what the line above compiled
-    with torch.no_grad(), pytest.raises(Exception, match=r"weights that come and go|is away"):
+    with torch.no_grad(), pytest.raises(Exception, match=r"weights that come and go|is offloaded"):
         torch.compile(model, fullgraph=True, backend="eager")(input_ids=prompt(), use_cache=False)
-    with torch.no_grad(), pytest.raises(Exception, match=r"weights that come and go|is away"):
+    with torch.no_grad(), pytest.raises(Exception, match=r"weights that come and go|is offloaded"):
         torch.export.export(model, (), {"input_ids": prompt(), "use_cache": False}, strict=False)
     assert torch.equal(logits(model, prompt()), expected)
     model.stowage.check()

@@ -27,10 +27,10 @@ from stowage.executor.block_pool import BlockPool
 from stowage.executor.determinism.cuts import (
     Exactness,
     Pieces,
-    away_unread,
     check_steps,
     exact_name,
     exact_ways,
+    no_offload_reason,
     settled,
 )
 from stowage.executor.determinism.row_invariance import mode_of
@@ -200,8 +200,8 @@ def _assemble(
     grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
     snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
     slabs = split_arena(geometry, memory.arena_bytes, snapshot_tokens) if memory.host_memory_bytes else ()
-    if exact is not None and away_unread(loaded.model):
-        slabs = ()  # torch sums keys that are away from the device in another order than those that are on it
+    if exact is not None and no_offload_reason(loaded.model):
+        slabs = ()  # torch sums offloaded keys in another order than keys on the device
     capacity = Capacity(layout.blocks, slabs, memory.max_num_batched_tokens, pieces.grid, layout.context_tokens)
     graph_bytes = share(memory.kv_cache_memory_bytes) if records is not None else 0
     pool_bytes = memory.kv_cache_memory_bytes - graph_bytes
@@ -234,7 +234,7 @@ def _assemble(
         arena = torch.from_numpy(store.arena.numpy())
         for pool in pools:
             if pool.group.kind is Kind.FULL:
-                pool.look_away(arena)
+                pool.map_host_arena(arena)
     return Parts(
         layout=layout,
         geometry=geometry,

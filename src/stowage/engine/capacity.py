@@ -5,7 +5,7 @@ blocks, which must all be on the device. Of a full group only the blocks being w
 host memory, whole chunks of them (``long_context``).
 
     tokens   0                                   computed      + piece
-             |== away ==|== away ==|-- on the device --|.. new ..|
+             |== host ==|== host ==|-- on the device --|.. new ..|
     chunks        0          1          2         3
 """
 
@@ -32,7 +32,7 @@ def blocks_at_work(group: Group, piece_tokens: int) -> int:
     return -(-(group.chunk_tokens - 1 + piece_tokens) // group.block_tokens)
 
 
-def chunks_away(group: Group, tokens: int, blocks: int) -> int:
+def chunks_offloaded(group: Group, tokens: int, blocks: int) -> int:
     """Chunks of a full group that lie in host memory at least, when a sequence of ``tokens`` tokens has ``blocks``
     device blocks.
     """
@@ -62,7 +62,9 @@ class Capacity:
                 group.kind is not Kind.FULL or counts[group.index] < blocks_at_work(group, self.piece_tokens)
             ):
                 return False
-        needed = {g: chunks_away(self.layouts[g].group, tokens, counts[g]) for g, lacks in lacking.items() if lacks}
+        needed = {
+            g: chunks_offloaded(self.layouts[g].group, tokens, counts[g]) for g, lacks in lacking.items() if lacks
+        }
         return self.has_slots([needed])
 
     def has_slots(self, needed: Sequence[Counts]) -> bool:

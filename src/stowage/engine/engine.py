@@ -40,7 +40,7 @@ from stowage.engine.sequence import Sequence
 from stowage.engine.too_long import too_long
 from stowage.errors import RequestError
 from stowage.executor.block_table import BlockTable
-from stowage.executor.determinism.cuts import away_unread, exactness_of, lacking, slowed
+from stowage.executor.determinism.cuts import exactness_of, lacking, no_offload_reason, slowed
 from stowage.executor.device import carrier, device_of
 from stowage.executor.int8_activations import int8_note
 from stowage.executor.peak_compute import prefill_tokens_per_s_most
@@ -277,7 +277,7 @@ class Engine:
             raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids.")
         sequence.times.arrived_s = self._clock()
         if sequence.length_max > self.sequence_tokens_max:
-            raise too_long(sequence, self.parts, self.memory, away_unread(self.model))
+            raise too_long(sequence, self.parts, self.memory, no_offload_reason(self.model))
         sequence.restart()
         return sequence
 
@@ -380,7 +380,7 @@ class Engine:
         if self._adapters is not None:
             self._adapters.remove()
         for pool in self.parts.pools:
-            pool.away.clear()
+            pool.offloaded.clear()
         self._close_weights()
         if self.store is not None:
             self._kv_manager.async_copies.collect(wait=True)

@@ -245,11 +245,11 @@ class KVManager:
         sequence.held = []
 
     def check(self, sequences: Items[Sequence]) -> None:
-        """Assert that exactly the blocks in the tables of ``sequences`` are in use, and that what is away is held,
+        """Assert that exactly the blocks in the tables of ``sequences`` are in use, and that what is offloaded is held,
         besides the pools' own invariants.
         """
         for sequence in sequences:
-            self._check_away(sequence)
+            self._check_offloaded(sequence)
         for pool in self.pools:
             pool.check()
             held = [int(b) for s in sequences for b in s.table(pool.group.index) if b != NULL_BLOCK]
@@ -257,15 +257,15 @@ class KVManager:
                 f"group {pool.group.index}: blocks in use that no sequence has"
             )
 
-    def _check_away(self, sequence: Sequence) -> None:
+    def _check_offloaded(self, sequence: Sequence) -> None:
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             group = pool.group
             held = [one for one in sequence.held if one.group == group.index]
-            assert group.kind is Kind.FULL or not held, "only blocks of full groups may be away"
-            assert ((table.blocks == NULL_BLOCK) | (table.away == NULL_BLOCK)).all(), (
-                "a block is both on the device and away"
+            assert group.kind is Kind.FULL or not held, "only blocks of full groups may be offloaded"
+            assert ((table.blocks == NULL_BLOCK) | (table.offloaded == NULL_BLOCK)).all(), (
+                "a block is both on the device and offloaded"
             )
-            assert table.is_away == bool((table.away != NULL_BLOCK).any())
+            assert table.has_offloaded == bool((table.offloaded != NULL_BLOCK).any())
             if sequence.phase is not Phase.RUNNING or group.kind is not Kind.FULL:
                 continue
             computed = -(-sequence.computed // group.block_tokens)
@@ -274,8 +274,10 @@ class KVManager:
                 pair for one in held for pair in zip(one.blocks.tolist(), one.addresses.tolist(), strict=True)
             )
             assert sum(len(one.blocks) for one in held) == len(addresses), "a block is held twice"
-            away = np.flatnonzero(table.away != NULL_BLOCK).tolist()
-            assert addresses == dict(zip(away, table.away[away].tolist(), strict=True)), "what is away is not held"
+            offloaded = np.flatnonzero(table.offloaded != NULL_BLOCK).tolist()
+            assert addresses == dict(zip(offloaded, table.offloaded[offloaded].tolist(), strict=True)), (
+                "what is offloaded is not held"
+            )
 
 
 def state_plan(pool: BlockPool, block: int, slots: np.ndarray) -> CopyPlan:

@@ -3,7 +3,7 @@
 Owns the queues. Every step takes one token of each decoding sequence first, then pieces of prefills, then admits
 waiting sequences while the budget lasts. After a forward that raised each of its sequences is computed by itself until
 it is beyond that point, so that the one at fault is found. When a block is lacking, sequences that are larger than the
-device give some of theirs away (``long_context``); else the youngest sequence is preempted, so the oldest gets on and
+device offload some of theirs (``long_context``); else the youngest sequence is preempted, so the oldest gets on and
 every request ends. It never waits for a tier: a sequence whose prefix is on its way is simply not ready yet.
 """
 

@@ -12,9 +12,9 @@ from stowage.executor.replay.graphs.budget import with_share
 __all__ = ["too_long"]
 
 
-def too_long(sequence: Sequence, parts: Parts, memory: Memory, away_unread: str) -> BudgetError:
-    """The error, with what would be enough. ``away_unread``: why exact answers have no use for host memory behind the
-    device; empty: they have.
+def too_long(sequence: Sequence, parts: Parts, memory: Memory, no_offload_reason: str) -> BudgetError:
+    """The error, with what would be enough. ``no_offload_reason``: why exact answers exclude
+    offloaded keys; empty: they do not.
     """
     length = sequence.length_max
     need = bytes_needed(parts.layout.blocks, length, memory.max_num_batched_tokens)
@@ -23,8 +23,8 @@ def too_long(sequence: Sequence, parts: Parts, memory: Memory, away_unread: str)
     behind = f"with host memory of {format_size(host)}" if host else "without host memory"
     least: int | None = 0
     why = ""
-    if away_unread and not parts.inexact_because:
-        why = f" Only --batch-dependent lets a sequence be longer than the device here: {away_unread}"
+    if no_offload_reason and not parts.inexact_because:
+        why = f" Only --batch-dependent lets a sequence be longer than the device here: {no_offload_reason}"
     else:
         least = parts.capacity.least_host_bytes(length, parts.kv_cache_memory_bytes, parts.snapshot_tokens)
     instead = f"With this device budget it needs --host-memory {-(-least // 1024)}KiB; alone on" if least else "On"

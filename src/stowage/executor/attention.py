@@ -99,18 +99,20 @@ def paged_attention(
     flat = query.transpose(1, 2).reshape(batch * length, heads, width)
     scores = Scores(width**-0.5 if scaling is None else scaling, options.get("softcap"), options.get("s_aux"))
     latent = group.pool.layout.layers[0].latent
-    away = group.pool.away.get(layer)
+    offloaded = group.pool.offloaded.get(layer)
     tabled = _tabled_latent if latent else _tabled
     if isinstance(group.decode, Tables) and step.decodes == batch * length:
         return tabled(module, flat, views, group.decode, scores).view(batch, length, heads, -1), None
     if group.runs is not None:
         paged = _paged_latent if latent else _paged
-        return paged(module, flat, views, away, group.runs, scores).view(batch, length, heads, -1), None
+        return paged(module, flat, views, offloaded, group.runs, scores).view(batch, length, heads, -1), None
     out = flat.new_empty((batch * length, heads, value.shape[-1]))
     for stream in group.streams:
-        assert away is not None, "blocks are away, and no host memory is known"
+        assert offloaded is not None, "blocks are offloaded, and no host memory is known"
         streamed = streamed_attention.attend_latent if latent else streamed_attention.attend
-        out[stream.begin : stream.end] = streamed(module, flat[stream.begin : stream.end], views, away, stream, scores)
+        out[stream.begin : stream.end] = streamed(
+            module, flat[stream.begin : stream.end], views, offloaded, stream, scores
+        )
     if isinstance(group.decode, Tables):
         out[: step.decodes] = tabled(module, flat[: step.decodes], views, group.decode, scores)
     elif group.decode is not None:
@@ -123,31 +125,31 @@ def paged_attention(
 
 
 def _paged(
-    module: Any, query: Tensor, views: Views, away: Views | None, runs: kernels.AttentionRuns, scores: Scores
+    module: Any, query: Tensor, views: Views, offloaded: Views | None, runs: kernels.AttentionRuns, scores: Scores
 ) -> Tensor:
     keys, values = views
-    elsewhere = None if away is None else (away[0], away[1])
+    elsewhere = None if offloaded is None else (offloaded[0], offloaded[1])
     return kernels.attend(
         *(query, keys, values, runs, scores.scale),
         softcap=scores.softcap or 0.0,
         sinks=scores.sinks,
-        away=elsewhere,
+        offloaded=elsewhere,
         rounded_from=current.get().rounded_from,
     )
 
 
 def _paged_latent(
-    module: Any, query: Tensor, views: Views, away: Views | None, runs: kernels.AttentionRuns, scores: Scores
+    module: Any, query: Tensor, views: Views, offloaded: Views | None, runs: kernels.AttentionRuns, scores: Scores
 ) -> Tensor:
     rank, nope = module.kv_lora_rank, module.qk_nope_head_dim
     step = current.get()
     for_queries, for_values = step.latent_weights.of(module, query.shape[1])
     seen = kernels.per_head(query[..., :nope], for_queries)
     wide = torch.cat((seen, query[..., nope:]), dim=-1)
-    elsewhere = None if away is None else (away[0], away[0][..., :rank])
+    elsewhere = None if offloaded is None else (offloaded[0], offloaded[0][..., :rank])
     values = views[0][..., :rank]
     mixed = kernels.attend(
-        *(wide, views[0], values, runs, scores.scale), away=elsewhere, rounded_from=step.rounded_from
+        *(wide, views[0], values, runs, scores.scale), offloaded=elsewhere, rounded_from=step.rounded_from
     )
     return kernels.per_head(mixed, for_values)
 

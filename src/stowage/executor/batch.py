@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from stowage.core.geometry import NULL_BLOCK, Group, Kind
 from stowage.core.groups import GroupStrategy
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
-from stowage.executor.block_table import AWAY
+from stowage.executor.block_table import OFFLOADED
 from stowage.executor.decode_attention import Attend, Tables
 from stowage.executor.kernels import NEVER, AttentionRuns
 from stowage.executor.latent_weights import LatentWeights
@@ -72,7 +72,7 @@ class PrefillStep:
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """A run of one sequence, or a single token, some of whose keys are away from the device: flattened tokens ``[begin,
+    """A run of one sequence, or a single token, some of whose keys are offloaded: flattened tokens ``[begin,
     end)``, the first at position ``start``; ``addresses`` as in ``BlockTable.addresses``, of all the sequence's blocks,
     in host memory.
     """
@@ -138,7 +138,7 @@ def order(work: Items[Work]) -> list[Work]:
 def is_decode(work: Items[Work]) -> bool:
     """Whether ``work`` is a decode step: single tokens that go on from a state, all of it on the device."""
     return all(w.count == 1 and w.start > 0 for w in work) and not any(
-        table.is_away for w in work for table in w.sequence.tables
+        table.has_offloaded for w in work for table in w.sequence.tables
     )
 
 
@@ -203,7 +203,7 @@ def _group_step(
     step = GroupStep(pool, _on(device, blocks), _on(device, positions % group.block_tokens))
     if native(pool, work):
         return replace(step, runs=_runs(work, begins, addresses, group, strategy))
-    if any(table.is_away for table in tables):
+    if any(table.has_offloaded for table in tables):
         return replace(
             step,
             streams=tuple(_stream_step(w, b, a) for w, b, a in zip(work, begins, addresses, strict=False)),
@@ -237,7 +237,7 @@ def _runs(
         table[first : (w.start + w.count - 1) // size + 1] for w, table, first in zip(work, tables, firsts, strict=True)
     ]
     whole = np.concatenate(seen)
-    assert ((whole > PADDING_BLOCK) | (whole <= AWAY)).all(), "a query needs a block that is gone"
+    assert ((whole > PADDING_BLOCK) | (whole <= OFFLOADED)).all(), "a query needs a block that is gone"
     table_begins = accumulate(map(len, seen), initial=0)
     runs = [
         (begin, w.count, w.start, at, first * size)

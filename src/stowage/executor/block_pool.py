@@ -47,7 +47,7 @@ class BlockPool:
         self.views = {layer.index: self._layer_views(layer.index) for layer in layout.layers}
         for layer in layout.layers:
             self.views.update(dict.fromkeys(layer.readers, self.views[layer.index]))
-        self.away: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.offloaded: dict[int, tuple[torch.Tensor, ...]] = {}
         self._users = np.zeros(blocks + 1, dtype=np.int32)
         self._free = list(range(blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -78,14 +78,14 @@ class BlockPool:
             views.append(typed.as_strided((rows, *shape), (row_bytes // itemsize, *strides), offset // itemsize))
         return tuple(views)
 
-    def look_away(self, arena: torch.Tensor) -> None:
-        """Let blocks that lie in ``arena``, all bytes of host memory, be read where they are: afterwards ``away`` has
-        for each layer what ``views`` has, of the blocks that begin at every multiple of ``TENSOR_ALIGNMENT_BYTES``.
+    def map_host_arena(self, arena: torch.Tensor) -> None:
+        """Let blocks that lie in ``arena``, all bytes of host memory, be read where they are: afterwards ``offloaded``
+        has for each layer what ``views`` has, of the blocks that begin at every multiple of ``TENSOR_ALIGNMENT_BYTES``.
         """
         rows = (arena.numel() - self.group.bytes_per_block) // TENSOR_ALIGNMENT_BYTES + 1
         for layer in self.layout.layers:
-            self.away[layer.index] = self._views_of(arena, layer.index, rows, TENSOR_ALIGNMENT_BYTES)
-            self.away.update(dict.fromkeys(layer.readers, self.away[layer.index]))
+            self.offloaded[layer.index] = self._views_of(arena, layer.index, rows, TENSOR_ALIGNMENT_BYTES)
+            self.offloaded.update(dict.fromkeys(layer.readers, self.offloaded[layer.index]))
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,6 @@
-"""Where each of a sequence's blocks lies: on the device, or away from it in host memory.
+"""A sequence's block table: where each block is, on the device or offloaded to host memory.
 
-Owns the numbers only. Never allocates or frees blocks.
+Owns the addresses only. Never allocates or frees blocks.
 """
 
 from __future__ import annotations
@@ -12,25 +12,23 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import NULL_BLOCK
 
-AWAY = -2
-"""What stands in ``BlockTable.addresses`` for offset 0 of host memory; the kernels have it too."""
+OFFLOADED = -2
+"""Stands in ``BlockTable.addresses`` for offset 0 of host memory; the C kernels use the same value."""
 
 
 class BlockTable:
-    """Where each of a sequence's blocks lies: on the device, or away from it in host memory; grows in place.
-
-    ``blocks`` has the device blocks, ``NULL_BLOCK`` where there is none; ``away`` the offset in host memory of those
-    that the device does not have, in units of ``TENSOR_ALIGNMENT_BYTES``, ``NULL_BLOCK`` where there is none.
+    """Grows in place. ``blocks``: device block ids. ``offloaded``: offsets in host memory of blocks that the device
+    does not have, in units of ``TENSOR_ALIGNMENT_BYTES``. ``NULL_BLOCK`` stands in either where there is none.
     """
 
-    __slots__ = ("_away", "_blocks", "_length", "is_away")
+    __slots__ = ("_blocks", "_length", "_offloaded", "has_offloaded")
 
     def __init__(self) -> None:
         self._blocks = np.full(16, NULL_BLOCK, dtype=np.int64)
-        self._away = np.full(16, NULL_BLOCK, dtype=np.int64)
+        self._offloaded = np.full(16, NULL_BLOCK, dtype=np.int64)
         self._length = 0
-        self.is_away = False
-        """Whether some block is away."""
+        self.has_offloaded = False
+        """Whether some block is offloaded."""
 
     def __len__(self) -> int:
         return self._length
@@ -41,24 +39,24 @@ class BlockTable:
         return self._blocks[: self._length]
 
     @property
-    def away(self) -> NDArray[np.int64]:
+    def offloaded(self) -> NDArray[np.int64]:
         """A view, valid until the table grows."""
-        return self._away[: self._length]
+        return self._offloaded[: self._length]
 
     @property
     def addresses(self) -> NDArray[np.int64]:
-        """Where each block is read: a device block, ``AWAY`` minus the offset of one that is away, or
+        """Where each block is read: a device block, ``OFFLOADED`` minus the host offset, or
         ``NULL_BLOCK``.
         """
-        if not self.is_away:
+        if not self.has_offloaded:
             return self.blocks
-        return np.where(self.away != NULL_BLOCK, AWAY - self.away, self.blocks)
+        return np.where(self.offloaded != NULL_BLOCK, OFFLOADED - self.offloaded, self.blocks)
 
     def append(self, blocks: Items[int]) -> None:
         end = self._length + len(blocks)
         if end > len(self._blocks):
             self._blocks = self._grown(self._blocks, end)
-            self._away = self._grown(self._away, end)
+            self._offloaded = self._grown(self._offloaded, end)
         self._blocks[self._length : end] = blocks
         self._length = end
 
@@ -74,21 +72,21 @@ class BlockTable:
         part[:] = NULL_BLOCK
         return held
 
-    def send_away(self, indices: NDArray[np.int64], offsets: NDArray[np.int64]) -> list[int]:
-        """The blocks ``indices`` are read at ``offsets`` of host memory from now on. Returns the blocks that were
-        held on the device.
+    def offload(self, indices: NDArray[np.int64], offsets: NDArray[np.int64]) -> list[int]:
+        """Read the blocks ``indices`` at ``offsets`` of host memory from now on. Returns the device blocks that this
+        frees.
         """
-        assert (self.away[indices] == NULL_BLOCK).all(), "a block is sent away twice"
+        assert (self.offloaded[indices] == NULL_BLOCK).all(), "a block is offloaded twice"
         part = self.blocks[indices]
         self._blocks[indices] = NULL_BLOCK
-        self._away[indices] = offsets
-        self.is_away |= len(indices) > 0
+        self._offloaded[indices] = offsets
+        self.has_offloaded |= len(indices) > 0
         return [block for block in part.tolist() if block != NULL_BLOCK]
 
     def clear(self) -> list[int]:
         """Empty the table and return the device blocks that it held."""
         held = self.take(0, self._length)
-        self._away[: self._length] = NULL_BLOCK
+        self._offloaded[: self._length] = NULL_BLOCK
         self._length = 0
-        self.is_away = False
+        self.has_offloaded = False
         return held

@@ -350,15 +350,15 @@ def attend(
     *,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    away: tuple[Tensor, Tensor] | None = None,
+    offloaded: tuple[Tensor, Tensor] | None = None,
     rounded_from: int = NEVER,
 ) -> Tensor:
     """Attention ``[tokens, heads, value_dim]`` of ``query`` ``[tokens, heads, dim]`` over ``keys`` and ``values``
-    ``[blocks, block_tokens, kv_heads, dim]`` of a pool, which hold the tokens themselves already. ``away``: the same of
-    host memory, for blocks that are there. ``rounded_from``: the position from which on queries in
-    bfloat16 have weights that are rounded to it, which is quicker.
+    ``[blocks, block_tokens, kv_heads, dim]`` of a pool, which hold the tokens themselves already. ``offloaded``: the
+    same of host memory, for blocks that are there. ``rounded_from``: the position from which on queries in bfloat16
+    have weights that are rounded to it, which is quicker.
     """
-    keys_away, values_away = away or (None, None)
+    keys_offloaded, values_offloaded = offloaded or (None, None)
     tokens, heads, width = query.shape
     kv_heads, value_width = keys.shape[2], values.shape[3]
     query = query.contiguous()
@@ -367,8 +367,8 @@ def attend(
     _kernel.attention(
         query.data_ptr(),
         out.data_ptr(),
-        _strided(keys, keys_away),
-        _strided(values, values_away),
+        _strided(keys, keys_offloaded),
+        _strided(values, values_offloaded),
         steps.table.data_ptr(),
         steps.runs.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
@@ -390,8 +390,8 @@ def attend(
     return out
 
 
-def _strided(view: Tensor, away: Tensor | None) -> tuple[int, int, int, int, int, int]:
+def _strided(view: Tensor, offloaded: Tensor | None) -> tuple[int, int, int, int, int, int]:
     assert view.stride(3) == 1, "a head's numbers lie side by side"
-    assert away is None or away.stride()[1:] == view.stride()[1:], "a block looks the same everywhere"
-    there = (0, 0) if away is None else (away.data_ptr(), away.stride(0))
+    assert offloaded is None or offloaded.stride()[1:] == view.stride()[1:], "a block looks the same everywhere"
+    there = (0, 0) if offloaded is None else (offloaded.data_ptr(), offloaded.stride(0))
     return view.data_ptr(), view.stride(0), view.stride(1), view.stride(2), *there

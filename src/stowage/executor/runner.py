@@ -299,13 +299,13 @@ class Runner:
 
     def _reads_natively(self, pool: BlockPool, work: Sequence[Work]) -> bool:
         """Whether the kernels compute the attention of ``work``: wherever there are any, unless answers need not be
-        exact and torch is quicker, which expands latents. Keys that are away from the device they read where they lie.
+        exact and torch is quicker, which expands latents. Keys that are offloaded they read where they lie.
         """
         if not self._kernels:
             return False
         by_rows = self._exact and (not self._piece_tokens or work[0].count == 1)
-        is_away = any(w.sequence.tables[pool.group.index].is_away for w in work)
-        return by_rows or is_away or not pool.layout.layers[0].latent
+        has_offloaded = any(w.sequence.tables[pool.group.index].has_offloaded for w in work)
+        return by_rows or has_offloaded or not pool.layout.layers[0].latent
 
     def _call(self, step: ForwardStep, positions: Tensor, batched: bool) -> Tensor:
         shape = positions.shape

@@ -1,9 +1,9 @@
-"""Attention over keys of which some are away from the device: they are copied in pieces, one piece at a time.
+"""Attention over keys of which some are offloaded: they are copied in pieces, one piece at a time.
 
 Owns that arithmetic for torch, where there are no kernels (those read host memory in place, in their usual order).
 Every query keeps the largest score so far, the sum of its weights and the weighted sum of values, and shrinks them when
 a larger score comes (Milakov and Gimelshein, arXiv:1805.02867); a sink is a score whose value is 0, there from the
-beginning. Only full groups have blocks away, so every query sees a key of the first piece.
+beginning. Only full groups have offloaded blocks, so every query sees a key of the first piece.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stowage.executor.attention_scores import SCORES_BYTES_MAX, Scores
 from stowage.executor.batch import StreamStep
-from stowage.executor.block_table import AWAY
+from stowage.executor.block_table import OFFLOADED
 from stowage.executor.latent_weights import absorbed, expanded
 
 PIECE_KEYS_MAX = 4096
@@ -27,27 +27,29 @@ Read = Callable[[int, int], tuple[Tensor, Tensor]]
 """Keys ``[kv_heads, keys, dim]`` and values ``[kv_heads, keys, value_dim]`` of some blocks, from one up to another."""
 
 
-def attend(module: Any, query: Tensor, views: Views, away: Views, step: StreamStep, scores: Scores) -> Tensor:
-    """Attention ``[tokens, heads, value_dim]`` of ``query`` ``[tokens, heads, dim]``. ``views``, ``away``: the layer's
-    keys and values in the pool and in host memory.
+def attend(module: Any, query: Tensor, views: Views, offloaded: Views, step: StreamStep, scores: Scores) -> Tensor:
+    """Attention ``[tokens, heads, value_dim]`` of ``query`` ``[tokens, heads, dim]``. ``views``, ``offloaded``: the
+    layer's keys and values in the pool and in host memory.
     """
 
     def read(first: int, end: int) -> tuple[Tensor, Tensor]:
         keys, values = (
-            _gather(v, a, step.addresses[first:end]).transpose(0, 1) for v, a in zip(views, away, strict=True)
+            _gather(v, a, step.addresses[first:end]).transpose(0, 1) for v, a in zip(views, offloaded, strict=True)
         )
         return keys, values
 
     return _attend(query, read, step, views[0].shape[1], views[0].shape[2], views[1].shape[3], scores)
 
 
-def attend_latent(module: Any, query: Tensor, views: Views, away: Views, step: StreamStep, scores: Scores) -> Tensor:
+def attend_latent(
+    module: Any, query: Tensor, views: Views, offloaded: Views, step: StreamStep, scores: Scores
+) -> Tensor:
     """The same over latents: absorbed for a single token, expanded piece by piece for a run (see ``attention``)."""
     rank, width = module.kv_lora_rank, module.v_head_dim
     heads, block_tokens = query.shape[1], views[0].shape[1]
 
     def rows(first: int, end: int) -> Tensor:
-        return _gather(views[0], away[0], step.addresses[first:end]).transpose(0, 1)
+        return _gather(views[0], offloaded[0], step.addresses[first:end]).transpose(0, 1)
 
     def expand(first: int, end: int) -> tuple[Tensor, Tensor]:
         keys, values = expanded(module, rows(first, end)[None])
@@ -65,12 +67,12 @@ def attend_latent(module: Any, query: Tensor, views: Views, away: Views, step: S
     return torch.einsum("bhr,hvr->bhv", mixed, weight)
 
 
-def _gather(view: Tensor, away: Tensor, addresses: Tensor) -> Tensor:
+def _gather(view: Tensor, offloaded: Tensor, addresses: Tensor) -> Tensor:
     """``[keys, heads, dim]`` of the blocks at ``addresses``, on the device of ``view``."""
     picked = view[addresses.clamp(min=0).to(view.device)]
-    gone = addresses <= AWAY
+    gone = addresses <= OFFLOADED
     if gone.any():
-        brought = away[AWAY - addresses[gone]].to(view.device)
+        brought = offloaded[OFFLOADED - addresses[gone]].to(view.device)
         picked[gone.nonzero()[:, 0].to(view.device)] = brought
     return picked.flatten(0, 1)
 

@@ -47,7 +47,7 @@ def of_parameters(model: Any) -> str:
     import torch
 
     source = getattr(model, "stowage", None)
-    if source is not None:  # some of its parameters are away
+    if source is not None:  # some of its parameters are offloaded
         named: str = source.identity
         assert named, "offloaded weights have a name"
         return named

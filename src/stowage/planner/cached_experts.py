@@ -34,7 +34,7 @@ class Cached:
 
     @property
     def least_bytes(self) -> int:
-        """A prompt may choose all experts of a layer; one frame more is what an expert that is away reads as."""
+        """A prompt may choose all experts of a layer; one frame more is what an expert that is offloaded reads as."""
         return self.edge_bytes + self.frame_bytes * (self.layer_most + 1)
 
     @property

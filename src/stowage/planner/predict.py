@@ -2,9 +2,9 @@
 
 What is computed, what comes over the link and what comes from the disk go on at the same time, so a step takes as long
 as the slowest of them: residency is spread evenly, and a ring is filled ahead. Computing is slower while something is
-fetched, which costs nothing where it would have waited anyway. A layer that is away is fetched with all its experts,
-although only those that the router chooses are computed; experts that have a cache are read as they are chosen, while
-computing waits. Routers are taken to choose evenly, for which a cache is worst.
+fetched, which costs nothing where it would have waited anyway. A layer that is offloaded is fetched with all its
+experts, although only those that the router chooses are computed; experts that have a cache are read as they are
+chosen, while computing waits. Routers are taken to choose evenly, for which a cache is worst.
 
 More parameters in memory never make a prediction slower.
 """
@@ -50,7 +50,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
+class Offloaded:
     """Bytes of weights that a forward must fetch: over the device's link, and from the disk. What comes from the disk
     to a device crosses the link too, so ``link_bytes`` include ``disk_bytes``. ``missed_share``: of the experts that a
     forward meets, those that are not in their cache; each is read when its layer is computed, not ahead.
@@ -103,26 +103,26 @@ class Prediction:
     prefill_tokens_per_s: float
 
 
-def predict(model: Model, machine: Machine, workload: Workload, away: Away) -> Prediction:
-    """Speeds of ``model`` with these weights ``away``."""
-    decode = decode_step(model, machine, workload, away)
-    one_s = prompt_s(model, machine, workload, away, 1)
-    batch_s = prompt_s(model, machine, workload, away, workload.batch) if workload.batch > 1 else one_s
+def predict(model: Model, machine: Machine, workload: Workload, offloaded: Offloaded) -> Prediction:
+    """Predicted speeds of ``model`` with ``offloaded`` weights."""
+    decode = decode_step(model, machine, workload, offloaded)
+    one_s = prompt_s(model, machine, workload, offloaded, 1)
+    batch_s = prompt_s(model, machine, workload, offloaded, workload.batch) if workload.batch > 1 else one_s
     return Prediction(decode, workload.batch / decode.total_s, one_s, batch_s, workload.prompt / one_s)
 
 
-def decode_step(model: Model, machine: Machine, workload: Workload, away: Away) -> Step:
+def decode_step(model: Model, machine: Machine, workload: Workload, offloaded: Offloaded) -> Step:
     """One token for each sequence of the batch."""
     compute_s = _products_s(model, machine, workload.batch, workload.batch)
     reading_s = model.step_bytes(workload.length) / machine.cache_bytes_per_s(model.dtype)
     attending_s = machine.attend_step_s(model.step_operations(workload.length), workload.batch)
     compute_s += workload.batch * (reading_s + attending_s)
-    return _step(model, machine, away, compute_s, workload.batch)
+    return _step(model, machine, offloaded, compute_s, workload.batch)
 
 
-def prompt_s(model: Model, machine: Machine, workload: Workload, away: Away, prompts: int) -> float:
+def prompt_s(model: Model, machine: Machine, workload: Workload, offloaded: Offloaded, prompts: int) -> float:
     """``prompts`` prompts of the workload, one after the other through forwards of at most a piece: all weights that
-    are away are fetched anew for each.
+    are offloaded are fetched anew for each.
     """
     total, done = prompts * workload.prompt, 0
     seconds = 0.0
@@ -131,7 +131,7 @@ def prompt_s(model: Model, machine: Machine, workload: Workload, away: Away, pro
         tokens = min(max(1, workload.step_tokens), total - done)
         ended = max(1, (done + tokens) // workload.prompt - done // workload.prompt)
         compute_s = _products_s(model, machine, tokens, ended) + attend_s * tokens / total
-        seconds += _step(model, machine, away, compute_s, tokens).total_s
+        seconds += _step(model, machine, offloaded, compute_s, tokens).total_s
         done += tokens
     return seconds
 
@@ -185,15 +185,15 @@ def _alike(model: Model) -> list[tuple[Layer, int]]:
     return list(found.values())
 
 
-def _step(model: Model, machine: Machine, away: Away, compute_s: float, tokens: int) -> Step:
+def _step(model: Model, machine: Machine, offloaded: Offloaded, compute_s: float, tokens: int) -> Step:
     met_bytes = sum(count * layer.distinct_experts(tokens) * layer.expert_bytes for layer, count in _alike(model))
-    missed_bytes = int(met_bytes * away.missed_share)
+    missed_bytes = int(met_bytes * offloaded.missed_share)
     return Step(
-        compute_s=compute_s + away.mapped_bytes * machine.mapped_byte_s,
-        link_s=away.link_bytes / machine.link_in if machine.has_device else 0.0,
-        disk_s=_over(away.disk_bytes, machine.disk_bytes_per_s),
-        link_bytes=away.link_bytes,
-        disk_bytes=away.disk_bytes,
+        compute_s=compute_s + offloaded.mapped_bytes * machine.mapped_byte_s,
+        link_s=offloaded.link_bytes / machine.link_in if machine.has_device else 0.0,
+        disk_s=_over(offloaded.disk_bytes, machine.disk_bytes_per_s),
+        link_bytes=offloaded.link_bytes,
+        disk_bytes=offloaded.disk_bytes,
         overlap_loss=machine.overlap_loss_of(tokens),
         missed_s=_over(missed_bytes, machine.disk_bytes_per_s),
         missed_bytes=missed_bytes,

@@ -36,7 +36,7 @@ def rows(solution: Solution) -> list[Row]:
     if solution.small_bytes:
         found.append(Row(DEVICE, "norm and other small weights", "resident", solution.small_bytes))
     if solution.cache_bytes:
-        held = f"{1 - solution.away.missed_share:.0%} of the experts"
+        held = f"{1 - solution.offloaded.missed_share:.0%} of the experts"
         found.append(Row(DEVICE, f"cache of {held}", "", solution.cache_bytes))
     kv = f"KV of {work.batch} x {work.context_tokens:,} tokens{_kinds(model)}"
     found.append(Row(DEVICE, kv, "", solution.kv_bytes))

@@ -26,7 +26,7 @@ from stowage.config.memory import format_size
 from stowage.errors import BudgetError
 from stowage.planner.cached_experts import Cached
 from stowage.planner.machine import Machine
-from stowage.planner.predict import BLOCK_TOKENS, Away, Prediction, Workload, inner_parameters, predict
+from stowage.planner.predict import BLOCK_TOKENS, Offloaded, Prediction, Workload, inner_parameters, predict
 from stowage.planner.shapes import Model
 from stowage.weights.placement import RING_SLOTS, RING_SLOTS_LEAST, Delivery
 
@@ -76,7 +76,7 @@ class Solution:
     working_bytes: int
     ring_slots: int
     slot_bytes: int
-    away: Away
+    offloaded: Offloaded
     prediction: Prediction
     cache_bytes: int = 0
     """Of the cache of experts."""
@@ -202,16 +202,16 @@ class Placements:
             if cut is None:
                 continue
             cache_bytes = self._cache_bytes(choice, budgets)
-            away = self._away(choice, *cut, cache_bytes)
-            if choice.slots and not (away.link_bytes or away.disk_bytes):  # without the ring all would stay as well
+            offloaded = self._offloaded(choice, *cut, cache_bytes)
+            if choice.slots and not (offloaded.link_bytes or offloaded.disk_bytes):  # all is resident without a ring
                 continue
-            prediction = predict(self.model, self.machine, self.workload, away)
+            prediction = predict(self.model, self.machine, self.workload, offloaded)
             fixed_bytes = self.fixed_bytes(choice, DEVICE)
             rank = (prediction.decode.total_s, prediction.ttft_s, choice.cached, -choice.slots, fixed_bytes)
-            found.append((rank, choice, cut, cache_bytes, away, prediction))
+            found.append((rank, choice, cut, cache_bytes, offloaded, prediction))
         if not found:
             return None
-        _, choice, cut, cache_bytes, away, prediction = min(found, key=lambda one: one[0])
+        _, choice, cut, cache_bytes, offloaded, prediction = min(found, key=lambda one: one[0])
         return Solution(
             model=self.model,
             machine=self.machine,
@@ -223,7 +223,7 @@ class Placements:
             working_bytes=self.working_bytes,
             ring_slots=choice.slots,
             slot_bytes=choice.slot_bytes,
-            away=away,
+            offloaded=offloaded,
             prediction=prediction,
             cache_bytes=cache_bytes,
         )
@@ -245,23 +245,23 @@ class Placements:
             return (len(self.order),) * 2 if self.fixed_bytes(choice, DISK) <= budgets.disk_bytes else None
         device = bisect_right(self.filled, device_left) - 1
         host = bisect_right(self.filled, self.filled[device] + host_left) - 1
-        away = self.filled[-1] - self.filled[host] + self.fixed_bytes(choice, DISK)
+        offloaded = self.filled[-1] - self.filled[host] + self.fixed_bytes(choice, DISK)
         in_memory = device if self.machine.has_device else host
-        return (device, host) if in_memory >= self._unringed(choice) and away <= budgets.disk_bytes else None
+        return (device, host) if in_memory >= self._unringed(choice) and offloaded <= budgets.disk_bytes else None
 
     def _unringed(self, choice: _Choice) -> int:
         """How many layers may not go through the ring: all where there is none."""
         return 0 if choice.slots else len(self.order)
 
-    def _away(self, choice: _Choice, device: int, host: int, cache_bytes: int) -> Away:
+    def _offloaded(self, choice: _Choice, device: int, host: int, cache_bytes: int) -> Offloaded:
         """What is fetched, when so many layers of the order are in the device, and in device and host together."""
         if choice.cached:
-            return Away(missed_share=1 - self.experts.held_share(cache_bytes))
+            return Offloaded(missed_share=1 - self.experts.held_share(cache_bytes))
         on_host = self.filled[host] - self.filled[device] + self.head_bytes * (choice.head == HOST)
         on_disk = self.filled[-1] - self.filled[host] + self.head_bytes * (choice.head == DISK)
         if self.machine.has_device:
-            return Away(on_host + on_disk, on_disk)
-        return Away(0, on_disk, mapped_bytes=on_host)
+            return Offloaded(on_host + on_disk, on_disk)
+        return Offloaded(0, on_disk, mapped_bytes=on_host)
 
     def _ends(self, choice: _Choice) -> Iterator[Placed]:
         if self.embedding_bytes:

@@ -1,4 +1,4 @@
-"""The parameters of one unit: pointed at where their bytes are while it computes, and away meanwhile."""
+"""The parameters of one unit: pointed at where their bytes are while it computes, and offloaded meanwhile."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from stowage.errors import ConfigError
-from stowage.weights.away import absent, come, go
 from stowage.weights.checkpoint import File
 from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.grouping import Unit
+from stowage.weights.offloaded_parameter import nan_placeholder, offload, restore
 from stowage.weights.parameter_location import ParameterLocation, SlotLayout, layout, memory_of
 from stowage.weights.placement import Delivery
 from stowage.weights.reader import Read, Readers
@@ -30,7 +30,9 @@ _TRIED_BYTES: Final = 4096
 
 @dataclass(slots=True)
 class Load:
-    """A unit, how it is delivered, and where its parameters are while they are away: ``locations`` by their names."""
+    """A unit, how it is delivered, and where its parameters are while they are offloaded: ``locations`` by their
+    names.
+    """
 
     unit: Unit
     delivery: Delivery
@@ -49,7 +51,7 @@ def show(load: Load, carrier: Carrier | None) -> None:
     """
     for name, location in load.locations.items():
         if carrier is None:
-            come(load.unit.parameters[name], location.mapped() if location.host is None else location.host)
+            restore(load.unit.parameters[name], location.mapped() if location.host is None else location.host)
             continue
         assert location.host is not None, "what a device reads lies in host memory"
         here = location.host.reshape(-1).view(torch.uint8)
@@ -64,15 +66,15 @@ def show(load: Load, carrier: Carrier | None) -> None:
                 f"{name} is to be delivered as mapped, and {carrier.device} cannot read it in host memory: {why}. Say "
                 "prefetch, stream or resident instead."
             )
-        come(load.unit.parameters[name], there.view(location.dtype).view(location.shape))
+        restore(load.unit.parameters[name], there.view(location.dtype).view(location.shape))
 
 
 def hide(loads: Iterable[Load], carrier: Carrier) -> None:
-    """Before host memory is unpinned: what ``loads`` show there is away, and nothing computes from it any more."""
+    """Before host memory is unpinned: what ``loads`` show there is offloaded, and nothing computes from it any more."""
     shown = [load for load in loads if load.delivery is Delivery.MAPPED]
     for load in shown:
         for name, location in load.locations.items():
-            go(load.unit.parameters[name], absent(location.shape, location.dtype, carrier.device), name)
+            offload(load.unit.parameters[name], nan_placeholder(location.shape, location.dtype, carrier.device), name)
     if shown:
         torch.zeros(1, device=carrier.device).cpu()  # after all that was asked for
 
@@ -106,7 +108,7 @@ class Streamed:
         self.locations = list(load.locations.values())
         self.parameters = [load.unit.parameters[name] for name in load.locations]
         self._names = list(load.locations)
-        self.away = [absent(location.shape, location.dtype, device) for location in self.locations]
+        self.offloaded = [nan_placeholder(location.shape, location.dtype, device) for location in self.locations]
         self.layout: SlotLayout = layout(self.locations)
         self._files = files_of(self.locations)
         self._views: dict[int, list[Tensor]] = {}
@@ -126,12 +128,12 @@ class Streamed:
 
     def deliver(self, views: Sequence[Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
-            come(parameter, view)
+            restore(parameter, view)
 
     def take_back(self) -> None:
         """May be called twice."""
-        for parameter, away, name in zip(self.parameters, self.away, self._names, strict=True):
-            go(parameter, away, name)
+        for parameter, offloaded, name in zip(self.parameters, self.offloaded, self._names, strict=True):
+            offload(parameter, offloaded, name)
 
 
 class Stacked:
@@ -141,17 +143,17 @@ class Stacked:
         self._names = list(load.locations)
         self._parameters = [load.unit.parameters[name] for name in load.locations]
         self._there = [parameter.data for parameter in self._parameters]
-        self._away = [absent(location.shape, location.dtype) for location in load.locations.values()]
+        self._offloaded = [nan_placeholder(location.shape, location.dtype) for location in load.locations.values()]
         self.take_back()
 
     def show(self) -> None:
         for parameter, there in zip(self._parameters, self._there, strict=True):
-            come(parameter, there)
+            restore(parameter, there)
 
     def take_back(self) -> None:
         """May be called twice."""
-        for parameter, away, name in zip(self._parameters, self._away, self._names, strict=True):
-            go(parameter, away, name)
+        for parameter, offloaded, name in zip(self._parameters, self._offloaded, self._names, strict=True):
+            offload(parameter, offloaded, name)
 
 
 class Rows:
@@ -168,7 +170,7 @@ class Rows:
             if location.host is None
             else (memory_of(location.host), 0)
         )
-        self._away = absent(location.shape, location.dtype, device)
+        self._offloaded = nan_placeholder(location.shape, location.dtype, device)
         self._name = name
         self.take_back()
         self._module = module = load.unit.module
@@ -202,9 +204,9 @@ class Rows:
         ticket.raise_error()
         with torch.inference_mode(False):  # parameters of other devices take no tensors of that mode
             table = torch.from_numpy(raw).view(self._location.dtype).view(-1, *self._location.shape[1:])
-            come(self._parameter, table.to(self._away.device))
+            restore(self._parameter, table.to(self._offloaded.device))
         return numbers, len(wanted) * row_bytes
 
     def take_back(self) -> None:
         """May be called twice."""
-        go(self._parameter, self._away, self._name)
+        offload(self._parameter, self._offloaded, self._name)

@@ -76,8 +76,8 @@ def arranged(units: list[Unit], names: Collection[str]) -> list[Unit]:
     found = []
     for unit in units:
         parts = [part for part in unit.apart if part.name in names]
-        away = {name for part in parts for name in part.parameters}
-        left = {name: parameter for name, parameter in unit.parameters.items() if name not in away}
+        offloaded = {name for part in parts for name in part.parameters}
+        left = {name: parameter for name, parameter in unit.parameters.items() if name not in offloaded}
         found += [Unit(unit.name, unit.module, left, unit.rows, unit.experts), *parts] if parts else [unit]
     return found
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from stowage.errors import UnsupportedModelError
-from stowage.weights.away import absent
 from stowage.weights.building import Building
 from stowage.weights.checkpoint import PAGE_BYTES, Checkpoint, Segment, Span, read_segments
 from stowage.weights.delivery import HOST, Load
@@ -21,6 +20,7 @@ from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.grouping import Unit, arranged, divide, looks_up, renumbers
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.locate import Locator
+from stowage.weights.offloaded_parameter import nan_placeholder
 from stowage.weights.parameter_location import ALIGNED_BYTES, ParameterLocation, as_bytes, phase_of
 from stowage.weights.placement import Delivery, Placement, Rule, WeightUnit, more_for, place
 from stowage.weights.quantized.blocks import unpacking_bytes
@@ -127,7 +127,9 @@ class _Loading(Building):
             location = ParameterLocation(tuple(values.shape), values.dtype, segments, phase=phase)
         else:
             location = self._location(path, values.contiguous(), delivery, read=bool(segments))
-        stand_in = nn.Parameter(absent(location.shape, location.dtype, self.budget.device), parameter.requires_grad)
+        stand_in = nn.Parameter(
+            nan_placeholder(location.shape, location.dtype, self.budget.device), parameter.requires_grad
+        )
         self.locations[id(stand_in)] = location
         return stand_in
 
@@ -186,7 +188,7 @@ def deliver(
 ) -> WeightSource:
     """The source of ``model``'s weights, whose parameters lie in ``locations`` (by parameter ``id``) or in memory.
 
-    Raises UnsupportedModelError when a parameter that is away belongs to a module that cannot be given it.
+    Raises UnsupportedModelError when a parameter that is offloaded belongs to a module that cannot be given it.
     """
     loads = []
     for unit in _units_of(divide(model), placement):
@@ -282,8 +284,8 @@ def _refuse_wrapped(name: str, values: Tensor) -> None:
         )
     if values.dtype is torch.uint8 and not form_of(name):
         raise UnsupportedModelError(
-            f"{name} is bytes in a form that Stowage does not know, so nothing would tell that they are away. Load the "
-            "model without a budget, or pack its original: stowage pack MODEL DIR"
+            f"{name} is bytes in a form that Stowage does not know, so nothing would tell that they are offloaded. "
+            "Load the model without a budget, or pack its original: stowage pack MODEL DIR"
         )
 
 

@@ -1,4 +1,4 @@
-"""Where a unit's parameters lie while they are away, and how they lie in a slot of the ring.
+"""Where a unit's parameters lie while they are offloaded, and how they lie in a slot of the ring.
 
 A slot takes whole pages: what is read from a file keeps its offset within a page, so that direct reads land where the
 module computes from, and no byte is copied. Neighbours in the file are read as one.

@@ -254,7 +254,7 @@ def _least(
     """As little device memory as can be with slots of at most ``limit`` bytes: what is larger goes to host memory if it
     fits there, else it must be resident.
     """
-    chosen = [fixed.get(c.name, _away(c)) for c in weight_units]
+    chosen = [fixed.get(c.name, _offloaded(c)) for c in weight_units]
     left_bytes = host_bytes - sum(c.nbytes for c, d in zip(weight_units, chosen, strict=True) if d.on_host)
     for at in sorted(range(len(weight_units)), key=lambda at: -weight_units[at].nbytes):
         if weight_units[at].name not in fixed and chosen[at] is Delivery.STREAM and weight_units[at].ring_bytes > limit:
@@ -264,7 +264,7 @@ def _least(
     return _within_host(replace(_placement(weight_units, chosen, small_bytes, slots), to_device=to_device), host_bytes)
 
 
-def _away(weight_units: WeightUnit) -> Delivery:
+def _offloaded(weight_units: WeightUnit) -> Delivery:
     """What takes the least memory."""
     return Delivery.ROWS if weight_units.rows else Delivery.EXPERTS if weight_units.experts else Delivery.STREAM
 

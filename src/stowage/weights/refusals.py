@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stowage.errors import ModelError
 from stowage.weights import saving
-from stowage.weights.away import AwayParameter
+from stowage.weights.offloaded_parameter import OffloadedParameter
 
 __all__ = ["guard"]
 
@@ -29,10 +29,12 @@ _NAMES = (
 )  # fmt: skip
 
 
-def guard(model: Any, read: saving.Read, away: bool, learns: Callable[[], Any], checkpoint: Callable[..., Any]) -> None:
-    """Put them there. ``read`` gives a copy of a parameter or buffer by its name; ``away``: whether some are away.
-    ``learns`` gives something where a forward would compute gradients, and may refuse; ``checkpoint`` computes a layer
-    and, for its gradients, computes it again.
+def guard(
+    model: Any, read: saving.Read, offloaded: bool, learns: Callable[[], Any], checkpoint: Callable[..., Any]
+) -> None:
+    """Put them there. ``read`` gives a copy of a parameter or buffer by its name; ``offloaded``: whether some are
+    offloaded. ``learns`` gives something where a forward would compute gradients, and may refuse; ``checkpoint``
+    computes a layer and, for its gradients, computes it again.
     """
     own: dict[str, Any] = {name: getattr(model, name, None) for name in _NAMES}
     told = {
@@ -50,7 +52,7 @@ def guard(model: Any, read: saving.Read, away: bool, learns: Callable[[], Any], 
         "__getstate__": "its weights are in files. Save it with model.save_pretrained(DIR), and load it from there.",
     }
     whole_state = told.pop("state_dict")
-    if not away:
+    if not offloaded:
         del told["load_state_dict"]
     for name, why in told.items():
         if own[name] is not None or name.startswith("__"):
@@ -63,10 +65,10 @@ def guard(model: Any, read: saving.Read, away: bool, learns: Callable[[], Any], 
             saving.save(model, read, plain, save_directory, **given)
 
         _put(model, "save_pretrained", plain, save_pretrained)
-    if away and own["state_dict"] is not None:
+    if offloaded and own["state_dict"] is not None:
         _put(model, "state_dict", own["state_dict"], functools.partial(_state, own["state_dict"], whole_state))
     _put(model, "train", own["train"], functools.partial(_train, model, own["train"], learns))
-    if away:
+    if offloaded:
         _put(
             model,
             "named_parameters",
@@ -92,14 +94,14 @@ def _refuse(what: str, why: str, *_args: Any, **_kwargs: Any) -> Any:
 
 def _state(own: Callable[..., Any], why: str, *args: Any, **given: Any) -> Any:
     """What is around the model, as PEFT's adapters are, may ask for a dictionary of everything, and take its own from
-    it. In that a weight is what it is in the model: one that is away says so to who reads it.
+    it. In that a weight is what it is in the model: one that is offloaded says so to who reads it.
     """
     if given.get("destination") is None:
         _refuse("state_dict", why)
     found = own(*args, **{**given, "keep_vars": True})
     if not given.get("keep_vars"):
         for name, value in found.items():
-            if isinstance(value, Tensor) and not isinstance(value, AwayParameter):
+            if isinstance(value, Tensor) and not isinstance(value, OffloadedParameter):
                 found[name] = value.detach()
     return found
 
@@ -116,7 +118,8 @@ def _train(model: nn.Module, own: Callable[[bool], Any], learns: Callable[[], An
 
 def _named(model: nn.Module, own: Callable[..., Any], *args: Any, **given: Any) -> Any:
     """Who puts adapters into a model looks through its parameters then, to freeze the others. From then on none of
-    these layers can be merged: the first might stay in memory, and be changed before the next one says that it is away.
+    these layers can be merged: the first might stay in memory, and be changed before the next one says that it is
+    offloaded.
     """
     for module in model.modules():
         if hasattr(module, "base_layer") and hasattr(module, "merge"):  # PEFT's
@@ -139,6 +142,6 @@ def _apply(model: nn.Module, own: Callable[..., Any], fn: Callable[[Any], Any], 
     before something has changed.
     """
     for parameter in model.parameters():
-        if isinstance(parameter, AwayParameter) and fn(parameter) is not parameter:
+        if isinstance(parameter, OffloadedParameter) and fn(parameter) is not parameter:
             raise ModelError(f"weights that come and go are of the type and on the device that they have. {_WHOLE}")
     return model if all(fn(t) is t for t in model.buffers()) else own(fn, recurse)

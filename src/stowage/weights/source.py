@@ -1,7 +1,7 @@
 """`WeightSource`: gives each module its parameters when its forward begins, and takes them back when it ends.
 
 Owns the hooks on a model's units and everything behind them: ring, cache of experts, readers, files. One forward at a
-time has all of that (``passes``). Between forwards what comes and goes is away (``away``).
+time has all of that (``passes``). Between forwards what comes and goes is offloaded (``offloaded_parameter``).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stowage.errors import ModelError, UnsupportedModelError
-from stowage.weights.away import AwayError, AwayParameter
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.deliveries import Deliveries
 from stowage.weights.delivery import Load, copied
 from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.gradients import asked_of
 from stowage.weights.host_buffers import HostBuffers
+from stowage.weights.offloaded_parameter import OffloadedError, OffloadedParameter
 from stowage.weights.placement import Delivery, Placement
 from stowage.weights.quantized.modules import is_packed
 from stowage.weights.refusals import guard
@@ -63,8 +63,8 @@ class WeightSource(Deliveries):
         self._comes_and_goes = any(load.delivery is not Delivery.RESIDENT for load in loads)
         if self._comes_and_goes:
             model.forward = self._passes.around(model.forward, self._learning)
-            away = any(load.delivery is not Delivery.MAPPED for load in loads)
-            guard(model, self.read, away, self._learning, self._gradients.checkpoint)
+            offloaded = any(load.delivery is not Delivery.MAPPED for load in loads)
+            guard(model, self.read, offloaded, self._learning, self._gradients.checkpoint)
 
     @property
     def waits(self) -> bool:
@@ -128,7 +128,7 @@ class WeightSource(Deliveries):
         module must have got its weights, and the order in which they ask is learned. ``inputs``: of so many tokens, for
         a forward; ``None``: it cannot be tried.
 
-        Raises UnsupportedModelError when a weight was used that was away.
+        Raises UnsupportedModelError when a weight was used that was offloaded.
         """
         for tokens in (1, 5) if self._experts is not None else (1,):
             given = inputs(tokens)
@@ -138,10 +138,10 @@ class WeightSource(Deliveries):
                 out = part(**given)
                 values = next((v for v in out.values() if isinstance(v, Tensor)), None)
                 known = values is None or not bool(torch.isnan(values).any())
-            except AwayError as error:
+            except OffloadedError as error:
                 self._refuse_uncalled(error.weight)
                 known = False
-            except _NO_TRIAL:  # it wants other inputs: what is away when it is read says so then
+            except _NO_TRIAL:  # it wants other inputs: what is offloaded when it is read says so then
                 return
             if not known:
                 raise UnsupportedModelError(
@@ -159,7 +159,7 @@ class WeightSource(Deliveries):
             raise error
 
     def read(self, name: str) -> Tensor:
-        """A copy of a parameter or buffer of the model in host memory, also of one that is away. Takes its turn.
+        """A copy of a parameter or buffer of the model in host memory, also of one that is offloaded. Takes its turn.
 
         Raises ModelError for a name that the model does not have, StorageError and CheckpointError.
         """
@@ -171,7 +171,7 @@ class WeightSource(Deliveries):
         if not isinstance(values, Tensor):
             raise ModelError(f"this model has no weight {name!r}: model.named_parameters() has their names.")
         with self._passes.own():
-            if isinstance(values, AwayParameter):
+            if isinstance(values, OffloadedParameter):
                 return copied(self._locations[id(values)], self._readers)
             return values.detach().cpu().clone()
 
@@ -315,4 +315,4 @@ class WeightSource(Deliveries):
                 self._device_prefetcher.check()
             if self._experts is not None:
                 self._experts.check()
-            assert all(isinstance(p, AwayParameter) for stream in self._streams for p in stream.parameters)
+            assert all(isinstance(p, OffloadedParameter) for stream in self._streams for p in stream.parameters)

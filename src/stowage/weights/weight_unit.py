@@ -89,7 +89,9 @@ class WeightUnit:
 
 
 def cache_least_bytes(cached: Sequence[WeightUnit]) -> int:
-    """A prompt may choose all experts of a layer at once. One frame more is what an expert that is away reads as."""
+    """A prompt may choose all experts of a layer at once. One frame more is what an expert that is offloaded reads
+    as.
+    """
     most = max((c.expert_bytes for c in cached), default=0)
     return most * (max((c.experts for c in cached), default=-1) + 1) + sum(c.edge_bytes for c in cached)
 

@@ -21,7 +21,7 @@ from stowage.models.layout import TENSOR_ALIGNMENT_BYTES
 @dataclass(slots=True, eq=False)
 class SwappedBlocks:
     """Blocks of one group: the sequence's ``blocks[i]`` lies in ``slots[i]`` at ``offsets[i]``: ``addresses[i]``
-    of ``BlockTable.away``. ``private``: slots that are nobody else's; the others are ``pinned``.
+    of ``BlockTable.offloaded``. ``private``: slots that are nobody else's; the others are ``pinned``.
     """
 
     group: int

@@ -4,7 +4,7 @@ Owns which sequences are *long* (even alone they do not fit), whether host memor
 What has moved stays there for as long as the sequence runs, and attention reads it there: by the kernels in place, by
 torch in pieces (``streaming``). So moves go one way and end; nothing is passed back and forth.
 
-    lacking a block        a long sequence gives its own oldest chunks away first, then those of other long ones;
+    lacking a block        a long sequence offloads its own oldest chunks first, then those of other long ones;
                            only then somebody is preempted (``scheduler``)
     a prefix from below    stays in host memory and is read from there (``admission``), if the sequence is long
     several at once        long sequences begin together only while host memory could take all that they have
@@ -33,7 +33,7 @@ MOVED_PARTS = 8
 
 
 class LongContextSwap:
-    """Moves of blocks away from the device."""
+    """Offloads blocks of running sequences to host memory."""
 
     def __init__(self, kv_manager: KVManager, swap_space: SwapSpace, capacity: Capacity) -> None:
         self._kv_manager = kv_manager
@@ -114,7 +114,7 @@ class LongContextSwap:
         return found
 
     def _move(self, sequence: Sequence, pool: BlockPool, need: int) -> bool:
-        """Move the oldest chunks of ``sequence`` away: ``need`` blocks or some more, or fewer where it has no more.
+        """Offload the oldest chunks of ``sequence``: ``need`` blocks or some more, or fewer where it has no more.
         Whether any was moved.
         """
         per_chunk = pool.group.blocks_per_chunk
@@ -130,7 +130,7 @@ class LongContextSwap:
         return False
 
     def _send(self, sequence: Sequence, pool: BlockPool, held: SwappedBlocks) -> None:
-        pool.release(sequence.tables[held.group].send_away(held.blocks, held.addresses))
+        pool.release(sequence.tables[held.group].offload(held.blocks, held.addresses))
         sequence.held.append(held)
         self._kv_manager.counters.blocks_moved_out += len(held.blocks)
 

@@ -1,6 +1,6 @@
 """Preempted sequences: everything they need to go on is put into host memory, and taken back, not computed again.
 
-Owns what they hold there besides what was away already (``long_context``): complete chunks, the unfinished
+Owns what they hold there besides what was offloaded already (``long_context``): complete chunks, the unfinished
 last chunk, the live recurrent state (``swap_space``). When the host has no room the sequence is computed again, which
 is slower and just as right.
 """
@@ -25,13 +25,13 @@ from stowage.executor.block_pool import BlockPool
 
 @dataclass(slots=True)
 class SwappedGroup:
-    """One group of a spilled sequence: ``held`` was on the device, ``away`` are the addresses of what was not; no block
-    before ``first`` is needed.
+    """One group of a spilled sequence: ``held`` was on the device, ``offloaded`` are the addresses of what was not; no
+    block before ``first`` is needed.
     """
 
     first: int
     held: SwappedBlocks
-    away: NDArray[np.int64]
+    offloaded: NDArray[np.int64]
 
 
 class PreemptionSwap:
@@ -125,7 +125,7 @@ class PreemptionSwap:
             blocks = np.arange(first, -(-sequence.computed // group.block_tokens))
             blocks = blocks[table.blocks[blocks] != NULL_BLOCK]
         held = self._swap_space.put(sequence, pool, blocks)
-        return None if held is None else SwappedGroup(first, held, table.away.copy())
+        return None if held is None else SwappedGroup(first, held, table.offloaded.copy())
 
     def _restore_group(self, sequence: Sequence, spilled: SwappedGroup, pool: BlockPool) -> bool:
         held, group = spilled.held, pool.group
@@ -136,8 +136,8 @@ class PreemptionSwap:
         blocks[held.blocks] = fresh
         table = sequence.tables[group.index]
         table.append(blocks.tolist())
-        away = np.flatnonzero(spilled.away != NULL_BLOCK)
-        table.send_away(away, spilled.away[away])
+        offloaded = np.flatnonzero(spilled.offloaded != NULL_BLOCK)
+        table.offload(offloaded, spilled.offloaded[offloaded])
         sequence.freed[group.index] = spilled.first
         plan = CopyPlan(group.index, np.array(fresh, dtype=np.int64), held.slots, held.offsets)
         return self._kv_manager.copy_in(pool, plan)

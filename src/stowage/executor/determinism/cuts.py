@@ -150,10 +150,10 @@ def _crowded_experts(model: Any) -> bool:
     return looped or not has_grouped_products(model.device, model.dtype)
 
 
-def away_unread(model: Any) -> str:
-    """Why exact answers of ``model`` have no use for keys that are away from the device; empty: they have."""
+def no_offload_reason(model: Any) -> str:
+    """Why exact answers of ``model`` exclude offloaded keys; empty: they do not."""
     if model.device.type != "cpu":
-        return "a GPU sums keys that are away in another order."
+        return "a GPU sums offloaded keys in another order."
     return lacking(model)
 
 

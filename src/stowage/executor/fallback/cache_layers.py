@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionL
 
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.executor.block_pool import BlockPool
-from stowage.executor.block_table import AWAY
+from stowage.executor.block_table import OFFLOADED
 from stowage.models.layout import ModelLayout
 
 
@@ -67,7 +67,7 @@ def _parts(addresses: NDArray[np.int64], per_block: int, first: int, end: int) -
 
 class PooledRows:
     """One tensor of one layer, tensor ``part`` of layer ``layer`` of ``pool``: ``[blocks, heads, rows, dim]``. Blocks
-    may be away from the device, but those that are written are not.
+    may be offloaded, but those that are written are not.
     """
 
     def __init__(self, pool: BlockPool, layer: int, part: int) -> None:
@@ -92,8 +92,8 @@ class PooledRows:
         """The part where it is kept: ``[heads, rows, dim]``, or ``[heads, blocks, rows, dim]``."""
         view, block = self._view, part.block
         if block < 0:
-            assert block <= AWAY, "a block is read that is nowhere"
-            view, block = self._pool.away[self._layer][self._part][AWAY - block :], 0
+            assert block <= OFFLOADED, "a block is read that is nowhere"
+            view, block = self._pool.offloaded[self._layer][self._part][OFFLOADED - block :], 0
         if part.whole:
             return view[block : block + part.whole].transpose(0, 1)
         return view[block, :, part.offset : part.offset + part.end - part.begin]

@@ -138,5 +138,5 @@ def _key(weight: Any) -> int:
 
 
 def _are_here(weights: Sequence[Any]) -> bool:
-    """One that is away is of another class (``weights.away``)."""
+    """One that is offloaded is of another class (``weights.offloaded_parameter``)."""
     return all(type(part) is Parameter for weight in weights for part in _parts(weight))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from stowage.executor import kernels
 from stowage.executor.batch import current
 from stowage.executor.replay.calls.recording import one_call
-from stowage.weights.away import AwayParameter
+from stowage.weights.offloaded_parameter import OffloadedParameter
 
 _WAYS = ((0.0, True), (0.0, False), (1.0, False))
 """What is added to weights, and whether numbers are rounded before they are multiplied: Llama's, a third, Gemma's."""
@@ -137,7 +137,9 @@ def _is_candidate(module: nn.Module) -> bool:
         and weight is not None
         and weight.dim() == 1
         and weight.dtype in kernels.DTYPES
-        and (weight.is_contiguous() or isinstance(weight, AwayParameter))  # a long one may come and go with its layer
+        and (
+            weight.is_contiguous() or isinstance(weight, OffloadedParameter)
+        )  # a long one may come and go with its layer
         and list(inspect.signature(module.forward).parameters)[1:] == []
         and _eps(module) is not None
     )

@@ -10,8 +10,8 @@
 
 static const char *NAME(address)(const Attention *job, const Blocks *of, int64_t block, int64_t head, int64_t inside)
 {
-    int64_t offset = block > AWAY ? block * of->block : (AWAY - block) * of->unit;
-    return (const char *)(block > AWAY ? of->at : of->away)
+    int64_t offset = block > OFFLOADED ? block * of->block : (OFFLOADED - block) * of->unit;
+    return (const char *)(block > OFFLOADED ? of->at : of->offloaded)
            + (offset + inside * of->token + head * of->head) * (job->half ? 2 : 4);
 }
 

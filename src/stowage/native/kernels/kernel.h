@@ -47,7 +47,7 @@
 
 enum { FULL = 0, SLIDING = 1, CHUNKED = 2 };
 
-enum { AWAY = -2 }; /* -1 is a block that is nowhere */
+enum { OFFLOADED = -2 }; /* -1 is a block that is nowhere */
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, HALVES = 4, INT8_HALVES = 5, DYNAMIC = 6, DYNAMIC_HALVES = 7 };
 
@@ -118,16 +118,16 @@ static inline uint16_t float_half(float value)
 }
 
 /* Keys or values of one layer: their address, and strides in elements. Blocks lie in two memories: in the pool, `block`
- * apart from `at`, and away from it, where block u begins u times `unit` from `away`. */
+ * apart from `at`, and offloaded, where block u begins u times `unit` from `offloaded`. */
 typedef struct {
     const void *at;
     int64_t block, token, head;
-    const void *away;
+    const void *offloaded;
     int64_t unit;
 } Blocks;
 
 /* `count` tokens of one sequence from position `start`; its blocks are the table's from `table` on, the first of which
- * holds position `base`: a block of the pool, or AWAY - u. */
+ * holds position `base`: a block of the pool, or OFFLOADED - u. */
 typedef struct {
     int64_t begin, count, start, table, base;
 } Run;

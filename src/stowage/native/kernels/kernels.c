@@ -249,7 +249,7 @@ static int read_blocks(PyObject *tuple, void *to)
 {
     Blocks *b = to;
     return PyArg_ParseTuple(tuple, "O&nnnO&n", read_address, &b->at, &b->block, &b->token, &b->head, read_address,
-                            &b->away, &b->unit);
+                            &b->offloaded, &b->unit);
 }
 
 static PyObject *attention(PyObject *self, PyObject *args)

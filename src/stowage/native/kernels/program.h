@@ -214,7 +214,7 @@ static void next_blocks(Reader *r, Blocks *b)
     b->block = next_number(r);
     b->token = next_number(r);
     b->head = next_number(r);
-    b->away = next_address(r);
+    b->offloaded = next_address(r);
     b->unit = next_number(r);
 }
 

@@ -23,7 +23,7 @@ from stowage.executor import attention
 from stowage.models import identity
 from stowage.models.probing import cache_name
 from stowage.plugins.transformers.layout import CacheLayout, classify, refuse_config
-from stowage.weights.away import AwayParameter
+from stowage.weights.offloaded_parameter import OffloadedParameter
 
 _PIECE_TOKENS, _REST_TOKENS = 24, 2
 _NEARER = 0.5
@@ -129,7 +129,7 @@ def _refuse(model: Any) -> None:
     placed = getattr(model, "stowage", None) is not None
     kept = dict(model.named_parameters()) if placed else model.state_dict()
     for name, value in {**dict(model.named_buffers()), **kept}.items():
-        if type(value) not in (Tensor, torch.nn.Parameter, AwayParameter):
+        if type(value) not in (Tensor, torch.nn.Parameter, OffloadedParameter):
             raise UnsupportedModelError(
                 f"{name} is a {type(value).__name__}, no plain tensor: what a quantised model computes with cannot be "
                 "named here yet; it is not supported."
@@ -145,7 +145,7 @@ def _mark(model: Any) -> int:
     """
     found: list[object] = [bool(getattr(model, "peft_config", None)), getattr(model.config, "_attn_implementation", "")]
     for parameter in model.parameters():
-        if isinstance(parameter, AwayParameter):  # what it shows is the checkpoint's, and nobody can write to it
+        if isinstance(parameter, OffloadedParameter):  # what it shows is the checkpoint's, and nobody can write to it
             found.append((id(parameter), parameter.dtype))
             continue
         version = 0 if parameter.is_inference() else parameter._version

@@ -164,7 +164,7 @@ def _parts(machine: Machine, process: Process, faults: EngineFaults) -> tuple[Pa
         arena = store.arena.numpy()
         for pool in pools:
             if pool.group.kind is Kind.FULL:
-                pool.look_away(torch.from_numpy(arena))
+                pool.map_host_arena(torch.from_numpy(arena))
         link = DeviceLink(PlayedCopies(process, faults, arena, store.slabs, machine.late_copies))
     model = PlayedModel(process.loop, faults, pools, arena)
     runner: Any = model

@@ -19,7 +19,7 @@ from stowage.engine.sampling import Sampler, SamplingParams, TokenLogprob, logpr
 from stowage.errors import StorageError
 from stowage.executor.batch import Work
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
-from stowage.executor.block_table import AWAY
+from stowage.executor.block_table import OFFLOADED
 from stowage.models.layout import TENSOR_ALIGNMENT_BYTES, visible
 from stowage.testing.engine_sim.profile import EngineFaults
 from stowage.testing.sim.content import Violation
@@ -206,14 +206,14 @@ class PlayedModel:
         keys = np.arange(start)
         seen = keys[visible(group.kind, group.window, np.array([start]), keys)]
         lies_in, row = addresses[seen // size], seen % size
-        if ((lies_in <= PADDING_BLOCK) & (lies_in > AWAY)).any():
+        if ((lies_in <= PADDING_BLOCK) & (lies_in > OFFLOADED)).any():
             raise Violation("a query needs a block that is nowhere")
         here = lies_in > PADDING_BLOCK
         found = np.empty(len(seen), np.int64)
         found[here] = rows[lies_in[here], row[here]]
         if not here.all():
             assert self._arena is not None
-            found[~here] = self._arena[(AWAY - lies_in[~here]) * (TENSOR_ALIGNMENT_BYTES // 8) + row[~here]]
+            found[~here] = self._arena[(OFFLOADED - lies_in[~here]) * (TENSOR_ALIGNMENT_BYTES // 8) + row[~here]]
         wrong = np.flatnonzero(found != np.array(values[:start], np.int64)[seen])
         if len(wrong):
             raise Violation(f"wrong bytes of token {seen[wrong[0]]} in group {group.index} ({group.kind.value})")

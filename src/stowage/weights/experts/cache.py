@@ -1,10 +1,10 @@
-"""The experts of all layers in a cache: read when a router chooses them, and away when others need their memory.
+"""The experts of all layers in a cache: read when a router chooses them, and offloaded when others need their memory.
 
 Owns the frames in which experts lie, and which expert lies in which. A layer's stacked parameters are tensors of their
-full size over spans of addresses; an expert that is there shows its frame at its address, and one that is away reads as
-NaN. So a module computes as if all were there, with the same kernels at the same addresses modulo 64, and what it
-computes with an expert that was not chosen would be seen. Memory is never more than the frames, and the pages that two
-neighbours share, which stay.
+full size over spans of addresses; an expert that is there shows its frame at its address, and one that is offloaded
+reads as NaN. So a module computes as if all were there, with the same kernels at the same addresses modulo 64, and what
+it computes with an expert that was not chosen would be seen. Memory is never more than the frames, and the pages that
+two neighbours share, which stay.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Stack:
 
 @dataclass(slots=True)
 class Stacks:
-    """The ``experts`` of one layer: parameters, and where each of them lies while it is away."""
+    """The ``experts`` of one layer: parameters, and where each of them lies while it is offloaded."""
 
     experts: int
     parameters: Sequence[nn.Parameter]

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from stowage.errors import StorageError, TransferError
-from stowage.weights.away import absent, come, go, point
 from stowage.weights.device_prefetcher import Carrier, PrefetchTicket
 from stowage.weights.experts.table import ExpertTable
+from stowage.weights.offloaded_parameter import nan_placeholder, offload, restore, set_data
 from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.placement import EXPERT_STAGES
 from stowage.weights.reader import Readers, Ticket
@@ -56,26 +56,26 @@ class Seated:
         beside = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         self.beside = [t for t in beside if id(t) not in own and t.dim() and len(t) == self.experts]
         self._values: list[Tensor] = []
-        self._away = [absent(location.shape, location.dtype, device) for location in locations]
+        self._offloaded = [nan_placeholder(location.shape, location.dtype, device) for location in locations]
         self.take_back()
 
     def show(self, frames: Sequence[Tensor], expert_in: Tensor) -> None:
         """The module computes from all ``frames``, of which each holds the expert that ``expert_in`` names."""
         self.module.num_experts = len(expert_in)
         for parameter, frame in zip(self.parameters, frames, strict=True):
-            come(parameter, frame)
-        self._values = [tensor.data for tensor in self.beside]  # delivered by now, where it is away otherwise
+            restore(parameter, frame)
+        self._values = [tensor.data for tensor in self.beside]  # delivered by now, where it is offloaded otherwise
         with torch.inference_mode(False):
             for tensor, values in zip(self.beside, self._values, strict=True):
-                point(tensor, values.index_select(0, expert_in))
+                set_data(tensor, values.index_select(0, expert_in))
 
     def take_back(self) -> None:
         """May be called twice."""
         self.module.num_experts = self.experts
-        for parameter, away in zip(self.parameters, self._away, strict=True):
-            go(parameter, away)
+        for parameter, offloaded in zip(self.parameters, self._offloaded, strict=True):
+            offload(parameter, offloaded)
         for tensor, values in zip(self.beside, self._values, strict=False):
-            point(tensor, values)
+            set_data(tensor, values)
         self._values = []
 
 

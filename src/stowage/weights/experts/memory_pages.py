@@ -1,8 +1,8 @@
 """Memory of a fixed size that is shown at changing addresses of tensors that are larger than it.
 
 Owns a file in memory, cut into frames, and the mapping of frames into spans of addresses: an address of a span shows a
-frame, or it is away. What is away reads as NaN, whatever the type (all bits are set), and cannot be written to. Only
-the frames take memory, so their number is a hard limit; showing one elsewhere copies nothing.
+frame, or it is offloaded. What is offloaded reads as NaN, whatever the type (all bits are set), and cannot be written
+to. Only the frames take memory, so their number is a hard limit; showing one elsewhere copies nothing.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Frames:
         assert frame_bytes % PAGE_BYTES == 0
         self.count, self.frame_bytes = count, frame_bytes
         self._mmap = _system_mmap()
-        self._frames = self._away = -1
+        self._frames = self._offloaded = -1
         try:
             self._frames = os.memfd_create("stowage-experts", os.MFD_CLOEXEC)
             os.ftruncate(self._frames, count * frame_bytes)
-            self._away = os.memfd_create("stowage-away", os.MFD_CLOEXEC)
-            _write_all(self._away, b"\xff" * frame_bytes)
+            self._offloaded = os.memfd_create("stowage-away", os.MFD_CLOEXEC)
+            _write_all(self._offloaded, b"\xff" * frame_bytes)
         except OSError as error:
             self.close()
             raise StorageError(f"no memory for a cache of experts: {error.strerror}.") from error
@@ -79,16 +79,16 @@ class Frames:
         )
 
     def hide(self, span: Span, offset: int, length: int) -> None:
-        """From ``offset`` on, ``length`` bytes of ``span`` are away. Raises StorageError."""
+        """From ``offset`` on, ``length`` bytes of ``span`` are offloaded. Raises StorageError."""
         assert length <= self.frame_bytes
-        self._map(span, offset, length, mmap.PROT_READ, self._away, 0)
+        self._map(span, offset, length, mmap.PROT_READ, self._offloaded, 0)
 
     def close(self) -> None:
         """What spans show stays until they end. May be called twice."""
-        for fd in (self._frames, self._away):
+        for fd in (self._frames, self._offloaded):
             if fd >= 0:
                 os.close(fd)
-        self._frames = self._away = -1
+        self._frames = self._offloaded = -1
 
     def __del__(self) -> None:
         self.close()

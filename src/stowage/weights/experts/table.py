@@ -64,7 +64,7 @@ class ExpertTable(ABC):
     @abstractmethod
     def _fill(self, layer: int, missing: Sequence[int], frames: Sequence[int]) -> None:
         """Begin to fill ``frames``, which are free, with the experts ``missing`` of ``layer``, and seat each there.
-        Those of a frame that could not be begun are away afterwards, and what went wrong is raised.
+        Those of a frame that could not be begun are offloaded afterwards, and what went wrong is raised.
         """
 
     @abstractmethod
@@ -164,12 +164,12 @@ class ExpertTable(ABC):
     def _room(self, layer: int, count: int) -> list[int]:
         """``count`` frames that are free now: of those that nobody computes with, the ones expected back last left."""
         while len(self._free) < count:
-            away = [frame for frame, ticket in self._filling.items() if not ticket.done]
+            offloaded = [frame for frame, ticket in self._filling.items() if not ticket.done]
             leaving = ~self._pinned & (self._layer_in >= 0)
-            leaving[away] = False
+            leaving[offloaded] = False
             frames = np.flatnonzero(leaving)
             if not len(frames):  # the rest is on its way for somebody who failed meanwhile
-                self._await(away[0])
+                self._await(offloaded[0])
                 continue
             distances = self._uses.distances(self._layer_in[frames], self._expert_in[frames], layer)
             for frame in frames[np.argsort(-distances, kind="stable")[: count - len(self._free)]].tolist():

@@ -74,7 +74,7 @@ class BlockMatrix(PackedMatrix):
 
     @property
     def is_here(self) -> bool:
-        """Whether the bytes are in memory; what is away has no strides."""
+        """Whether the bytes are in memory; what is offloaded has no strides."""
         return all(part.is_contiguous() for part in self.parts.values())
 
     @torch.no_grad()

@@ -7,8 +7,8 @@ channel has input ``j`` in its low half, and input ``j + inputs / 2`` in its hig
 q4_0 to mxfp4_block: GGUF's formats (``formats``), which ``blocks`` computes with; here they are packed.
 
 Of int8 and int4 the codes begin at a multiple of 64 bytes; a matrix ends at one, and at a page from 64 KiB on. Scales
-come first because weights that are away are bytes of ones: as a scale these are NaN, so whatever is computed with them
-is NaN too.
+come first because weights that are offloaded are bytes of ones: as a scale these are NaN, so whatever is computed with
+them is NaN too.
 
 A weight is never unpacked as a whole: some output channels at a time, into memory that the processor's cache holds and
 that is used again. So it takes no memory that counts, and reading bytes instead of floats pays for the unpacking.
@@ -40,7 +40,7 @@ _WHOLE_PAGES_FROM: Final = 64 << 10
 _TILE_ELEMENTS: Final = 1 << 19
 """Unpacked at once: 2 MiB in float32. Less costs calls, more falls out of the cache (measured: 128 to 1,024 rows of
 2,048 are alike, 8,192 take twice as long)."""
-_TILE_ELEMENTS_AWAY: Final = 1 << 24
+_TILE_ELEMENTS_GPU: Final = 1 << 24
 """On other devices, whose kernels are many times as wide."""
 _ROWS_NATIVE_MOST: Final = 16
 """Up to so many tokens torch's own kernel for int8 is the quicker one in bfloat16 (12 ms against 62 for one token)."""
@@ -98,9 +98,9 @@ class Form:
         unit = PAGE_BYTES if used >= _WHOLE_PAGES_FROM else _ALIGNED_BYTES
         return -(-used // unit) * unit
 
-    def rows(self, away: bool = False) -> int:
-        """Output channels that are unpacked at once; ``away``: on another device than the CPU."""
-        return min(self.outputs, max(1, (_TILE_ELEMENTS_AWAY if away else _TILE_ELEMENTS) // self.inputs))
+    def rows(self, on_gpu: bool = False) -> int:
+        """Output channels that are unpacked at once; ``on_gpu``: on another device than the CPU."""
+        return min(self.outputs, max(1, (_TILE_ELEMENTS_GPU if on_gpu else _TILE_ELEMENTS) // self.inputs))
 
     def pack(self, weight: Tensor, inputs: Inputs | None = None) -> Tensor:
         """The bytes of ``weight`` (outputs, inputs): uint8, (nbytes,). ``inputs``: what it is multiplied with, where
@@ -121,9 +121,9 @@ class Form:
             packed[at + begin * self.row_bytes :][: codes.numel()] = codes.view(-1)
         return packed
 
-    def tiles(self, away: bool = False) -> Iterator[tuple[int, int]]:
+    def tiles(self, on_gpu: bool = False) -> Iterator[tuple[int, int]]:
         """Output channels that are packed and unpacked together: begin and end; see ``rows``."""
-        rows = self.rows(away)
+        rows = self.rows(on_gpu)
         for begin in range(0, self.outputs, rows):
             yield begin, min(begin + rows, self.outputs)
 
@@ -173,9 +173,9 @@ class _Workspace(threading.local):
 _workspace = _Workspace()
 
 
-def workspace_bytes(forms: Sequence[Form], item_bytes: int, away: bool = False) -> int:
-    """What unpacking takes besides, in the thread that computes; ``away``: on another device than the CPU."""
-    most = max((form.rows(away) * form.inputs for form in forms), default=0)
+def workspace_bytes(forms: Sequence[Form], item_bytes: int, on_gpu: bool = False) -> int:
+    """What unpacking takes besides, in the thread that computes; ``on_gpu``: on another device than the CPU."""
+    most = max((form.rows(on_gpu) * form.inputs for form in forms), default=0)
     return most * (item_bytes + 1)
 
 
@@ -275,7 +275,7 @@ class PackedMatrix:
 
     def int8_parts(self) -> tuple[Tensor, Tensor] | None:
         """Codes (outputs, inputs) and scales (outputs,) where they lie, for whoever multiplies with them as they are;
-        ``None`` in 4 bits, and while the bytes are away.
+        ``None`` in 4 bits, and while the bytes are offloaded.
         """
         form = self.form
         if form.name != "int8" or self.packed.stride(0) != 1:
@@ -285,7 +285,7 @@ class PackedMatrix:
 
     def int4_parts(self) -> tuple[Tensor, Tensor] | None:
         """Codes (outputs, inputs / 2) and scales (2, outputs, groups), the least values behind the factors, where they
-        lie; ``None`` in 8 bits, and while the bytes are away.
+        lie; ``None`` in 8 bits, and while the bytes are offloaded.
         """
         form = self.form
         if form.name == "int8" or self.packed.stride(0) != 1:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stowage.weights.away import absent
 from stowage.weights.checkpoint import Checkpoint, Span, read_segments
 from stowage.weights.grouping import looks_up
+from stowage.weights.offloaded_parameter import nan_placeholder
 from stowage.weights.quantized import quantizer
 from stowage.weights.quantized.blocks import in_halves, joined, parameter_names, put_linear, put_matrix
 from stowage.weights.quantized.formats import Spec, dequantized
@@ -147,7 +147,7 @@ class Plan:
 
     def state(self) -> dict[str, Tensor]:
         """What Transformers is given to load: values, and in the place of what is kept what shows nothing."""
-        shown = {name: absent(part.shape, part.dtype) for name, part in self.tensors().items()}
+        shown = {name: nan_placeholder(part.shape, part.dtype) for name, part in self.tensors().items()}
         return {**shown, **self.values}
 
 

@@ -31,7 +31,7 @@ from stowage.executor.replay.calls.position_tables import PositionTables
 from stowage.executor.replay.calls.recording import recorded
 from stowage.executor.replay.programs.program import Arena
 from stowage.executor.replay.programs.writer import with_programs
-from stowage.weights.away import AwayError
+from stowage.weights.offloaded_parameter import OffloadedError
 from stowage.weights.source import WeightSource
 
 __all__ = ["CallBackend", "ModelStep", "RecordedSteps", "recorded_steps"]
@@ -98,7 +98,7 @@ class CallBackend:
         logits, written = self.written(step)
         try:
             return (with_programs(written, self.arena) if kernels.is_built() else listed(written)), logits
-        except AwayError as error:
+        except OffloadedError as error:
             raise CaptureError(f"what it computes with has gone when it is looked at: {error}") from error
 
     def written(self, step: ModelStep) -> tuple[Tensor, WrittenStep]:

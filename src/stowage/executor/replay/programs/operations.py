@@ -50,7 +50,7 @@ from stowage.executor.replay.programs.words import (
     read,
     whole,
 )
-from stowage.weights.away import AwayParameter
+from stowage.weights.offloaded_parameter import OffloadedParameter
 
 _IN_ORDER = 4
 _ROWS_OF_EXPERT = 2
@@ -240,7 +240,7 @@ def _stacked(buffers: Buffers, function: Any, args: list[Any], out: Tensor) -> l
         raise NotTaken
     stack = getattr(module, own)
     parts = [part for piece in getattr(stack, "pieces", ()) for part in piece.values()]
-    check(bool(parts) and not any(isinstance(part, AwayParameter) for part in parts))  # it stays where it is
+    check(bool(parts) and not any(isinstance(part, OffloadedParameter) for part in parts))  # it stays where it is
     stacks = function.__self__.stacks(x, module, own)
     if stacks is None or len(stacks) > kernels.TOGETHER:
         raise NotTaken

@@ -70,13 +70,13 @@ class _Reads:
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAddresses:
     """Says where a step has what programs read. ``groups``: a layer, and slots of blocks, offsets, table and runs;
-    ``away``: slots of a layer's keys and values in host memory, or of its latents; ``latents``: an attention, its
+    ``offloaded``: slots of a layer's keys and values in host memory, or of its latents; ``latents``: an attention, its
     heads, and slots of what queries and mixed latents are multiplied with.
     """
 
     addresses: array[int]
     groups: tuple[tuple[int, tuple[int, ...]], ...]
-    away: tuple[tuple[BlockPool, int, tuple[int, ...]], ...]
+    offloaded: tuple[tuple[BlockPool, int, tuple[int, ...]], ...]
     latents: tuple[tuple[Any, int, tuple[int, ...]], ...]
 
     def __call__(self) -> None:
@@ -87,9 +87,9 @@ class StepAddresses:
             there = group.blocks, group.offsets, group.runs.table, group.runs.runs
             for slot, tensor in zip(slots, there, strict=True):
                 addresses[slot] = tensor.data_ptr()
-        for pool, layer, slots in self.away:
-            if pool.away:
-                for slot, tensor in zip(slots, pool.away[layer], strict=True):
+        for pool, layer, slots in self.offloaded:
+            if pool.offloaded:
+                for slot, tensor in zip(slots, pool.offloaded[layer], strict=True):
                     addresses[slot] = tensor.data_ptr()
         for module, heads, slots in self.latents:
             for slot, tensor in zip(slots, step.latent_weights.of(module, heads), strict=True):
@@ -102,7 +102,7 @@ class Paging:
 
     buffers: Buffers
     _groups: dict[int, _Group] = field(default_factory=dict)
-    _away: dict[int, tuple[BlockPool, tuple[Address, ...]]] = field(default_factory=dict)
+    _offloaded: dict[int, tuple[BlockPool, tuple[Address, ...]]] = field(default_factory=dict)
     _latents: list[tuple[Any, int, tuple[Address, Address]]] = field(default_factory=list)
     _written: int | None = None
 
@@ -121,14 +121,14 @@ class Paging:
             (one.layer, tuple(slot(address.buffer) for address in (one.blocks, one.offsets, one.table, one.runs)))
             for one in self._groups.values()
         )
-        away = tuple(
+        offloaded = tuple(
             (pool, layer, tuple(slot(address.buffer) for address in there))
-            for layer, (pool, there) in self._away.items()
+            for layer, (pool, there) in self._offloaded.items()
         )
         latents = tuple(
             (module, heads, tuple(slot(address.buffer) for address in there)) for module, heads, there in self._latents
         )
-        return StepAddresses(addresses, groups, away, latents)
+        return StepAddresses(addresses, groups, offloaded, latents)
 
     def _group(self, layer: int) -> tuple[_Group, GroupStep]:
         step = current.get(None)
@@ -194,9 +194,9 @@ class Paging:
         assert runs is not None
         check(keys.stride(3) == values.stride(3) == 1)
         kv_heads = keys.shape[2]
-        away = self._away_of(reads.group.pool, reads.layer)
+        offloaded = self._offloaded_of(reads.group.pool, reads.layer)
         words: list[int | Address] = [ATTEND, query, out.address]
-        for view, there in zip(views, (away[0], away[-1]), strict=True):
+        for view, there in zip(views, (offloaded[0], offloaded[-1]), strict=True):
             unit = TENSOR_ALIGNMENT_BYTES // view.element_size()
             words += [self.buffers.address_of(view), *view.stride()[:3], there, unit]
         words += [reads.where.table, reads.where.runs, *reads.sinks, runs.runs.shape[0], kv_heads]
@@ -260,10 +260,10 @@ class Paging:
         wide = Side(address, torch.float32, whole(sinks.shape))
         return (address,), [pointwise(sinks.shape, COPY, wide, read(self.buffers, sinks, sinks.shape))]
 
-    def _away_of(self, pool: BlockPool, layer: int) -> tuple[Address, ...]:
-        if layer not in self._away:
-            self._away[layer] = pool, tuple(self.buffers.of_steps() for _ in pool.views[layer])
-        return self._away[layer][1]
+    def _offloaded_of(self, pool: BlockPool, layer: int) -> tuple[Address, ...]:
+        if layer not in self._offloaded:
+            self._offloaded[layer] = pool, tuple(self.buffers.of_steps() for _ in pool.views[layer])
+        return self._offloaded[layer][1]
 
 
 def _after(address: Address, nbytes: int) -> Address:

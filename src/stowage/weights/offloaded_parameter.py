@@ -1,10 +1,9 @@
-"""A parameter whose bytes are somewhere else: it has a shape, a type and a device, and whoever reads it is told.
+"""A parameter that is not in memory: only its shape, dtype and device can be read.
 
-While a parameter is away it is an `AwayParameter`, and anything but a look at its form raises `AwayError`, as it does
-for torch's own parameters without values. Below Python, where nothing can be told (``torch.tensor(p)`` copies there),
-every element of it reads as NaN (`absent`): what computes with it by mistake is wrong for all to see, and never a
-little. A parameter is of this class
-before its bytes go, and until they have come, so an interrupt between leaves nothing to read.
+While a parameter is offloaded it is an `OffloadedParameter`, and reading its values raises `OffloadedError`. Code below
+Python cannot be stopped (``torch.tensor(p)`` copies there): it reads NaN in every element (`nan_placeholder`), so a
+wrong result is seen. A parameter has this class before its bytes are freed and until they are back, so that an
+interrupt in between leaves nothing to read.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from stowage.errors import ModelError, UnsupportedModelError
 
-__all__ = ["AwayError", "AwayParameter", "absent", "come", "go", "plain", "point"]
+__all__ = ["OffloadedError", "OffloadedParameter", "nan_placeholder", "offload", "restore", "set_data"]
 
 _HOST: Final = torch.device("cpu")
 _NAME: Final = "stowage_name"
@@ -43,14 +42,14 @@ _MOVES: Final[Mapping[str, torch.dtype | None]] = {
 }
 
 
-class AwayError(ModelError):
+class OffloadedError(ModelError):
     """A weight was read while it was not in memory: the one called ``weight``, where that is known."""
 
     weight = ""
 
 
-class AwayParameter(nn.Parameter):
-    """A parameter while it is away."""
+class OffloadedParameter(nn.Parameter):
+    """A parameter while it is offloaded."""
 
     @classmethod
     def __torch_function__(
@@ -60,7 +59,7 @@ class AwayParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What asks for the form of a parameter gets it."""
+        """Answer what asks for shape, dtype and the like; refuse the rest."""
         given = kwargs or {}
         name = getattr(func, "__name__", "")
         owner = getattr(func, "__self__", None)
@@ -73,59 +72,55 @@ class AwayParameter(nn.Parameter):
             if name in _MOVES and _stays(args, given, name):
                 return args[0]
         read = next((a for a in args if isinstance(a, cls)), None)
-        error = AwayError(_told(read))
+        error = OffloadedError(_offloaded_message(read))
         error.weight = getattr(read, "__dict__", {}).get(_NAME, "")
         raise error
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"Parameter(away, shape={tuple(self.shape)}, dtype={self.dtype})"
+            return f"Parameter(offloaded, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise AwayError(_told(self))
+        raise OffloadedError(_offloaded_message(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise AwayError(_told(self))
+        raise OffloadedError(_offloaded_message(self))
 
 
-def go(parameter: nn.Parameter, stand_in: Tensor, name: str = "") -> None:
-    """``parameter`` is away from now on, and called ``name``; ``stand_in`` is what `absent` made. May be done twice."""
-    parameter.__class__ = AwayParameter
+def offload(parameter: nn.Parameter, stand_in: Tensor, name: str = "") -> None:
+    """Make ``parameter`` an offloaded one, called ``name`` in errors. ``stand_in``: from `nan_placeholder`.
+    Idempotent.
+    """
+    parameter.__class__ = OffloadedParameter
     if name:
         parameter.__dict__[_NAME] = name
-    point(parameter, stand_in)
+    set_data(parameter, stand_in)
 
 
-def come(parameter: nn.Parameter, values: Tensor) -> None:
-    """``parameter`` shows ``values``. May be done twice."""
-    point(parameter, values)
+def restore(parameter: nn.Parameter, values: Tensor) -> None:
+    """Make ``parameter`` an ordinary one again, with ``values``. Idempotent."""
+    set_data(parameter, values)
     parameter.__class__ = nn.Parameter
 
 
-def plain(parameter: nn.Parameter) -> Tensor:
-    """What it shows at the moment, away or not."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.data
-
-
-def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _HOST) -> Tensor:
-    """A tensor on ``device`` that takes no memory, for a parameter that is away: NaN, or bytes of ones, which as scales
-    of packed weights are NaN. Raises UnsupportedModelError for other whole numbers.
+def nan_placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _HOST) -> Tensor:
+    """A tensor on ``device`` that takes no memory, for a parameter that is offloaded: NaN, or bytes of ones, which as
+    scales of packed weights are NaN. Raises UnsupportedModelError for other whole numbers.
     """
-    if dtype is torch.uint8 or dtype is torch.int32:  # bytes, or words of codes whose scales are away too
+    if dtype is torch.uint8 or dtype is torch.int32:  # bytes, or words of codes whose scales are offloaded too
         return torch.full((), 0xFF if dtype is torch.uint8 else -1, dtype=dtype, device=device).expand(tuple(shape))
     if not dtype.is_floating_point:
         raise UnsupportedModelError(
-            f"a weight of type {dtype} has no value that says it is away, so it cannot be offloaded: keep its module "
-            "resident."
+            f"a weight of type {dtype} has no value that marks it as absent, so it cannot be offloaded: keep its "
+            "module resident."
         )
     # Not every type has NaN as a Python scalar fill (8-bit floats have): so it is made in float32 and cast.
     return torch.full((), float("nan"), device=_HOST).to(dtype).to(device).expand(tuple(shape))
 
 
-def point(parameter: Tensor, values: Tensor) -> None:
-    """``parameter`` has the memory of ``values``, of whatever class it is. Modes of torch do not see it: one that
-    writes down what a model calls may refuse, and this also puts back what a forward left behind.
+def set_data(parameter: Tensor, values: Tensor) -> None:
+    """Give ``parameter``, of any class, the memory of ``values``. Torch's function modes do not see it: a mode that
+    records calls may refuse, and this is also how weights are put back after a forward.
     """
     with torch._C.DisableTorchFunction():
         parameter.data = values
@@ -148,10 +143,10 @@ def _stays(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> bool:
     return same_device and dtype in (None, parameter.dtype) and memory_format is None
 
 
-def _told(parameter: Any) -> str:
+def _offloaded_message(parameter: Any) -> str:
     name = getattr(parameter, "__dict__", {}).get(_NAME, "a weight")
     return (
-        f"{name} is away: it is in memory only while its module computes. Read a copy of it with "
+        f"{name} is offloaded: it is in memory only while its module computes. Read a copy of it with "
         f"model.stowage.read({name!r}), all of them one by one with model.stowage.tensors(), or write the model with "
         "model.save_pretrained(DIR). What changes weights, copies or differentiates a model needs one that was loaded "
         "without a budget."
