@@ -22,6 +22,7 @@ from stowage.errors import DirectoryError, StorageError
 from stowage.evaluation import pack as packing
 from stowage.models import loading
 from stowage.testing import tiny_models
+from stowage.weights.checkpoint import stored_in
 from stowage.weights.quantized import modules
 from tests.nursery import QUICKLY
 from tests.weights.conftest import logits, prompt
@@ -64,6 +65,30 @@ def test_what_cannot_be_packed_is_refused_with_the_way_out(
     out.mkdir()
     with pytest.raises(ConfigError, match="nothing is overwritten"):
         packing.pack(str(llama), out, "int8")
+
+
+@pytest.mark.parametrize(
+    ("family", "routers", "experts"),
+    [
+        ("longcat_flash", "mlp.router.", {"n_routed_experts": 16}),
+        ("dbrx", "ffn.router.", {"ffn_config": {"moe_num_experts": 16, "ffn_hidden_size": 64, "hidden_size": 64}}),
+        ("zaya", "mlp.gate.", {}),
+        ("jetmoe", ".router.", {"num_local_experts": 16}),
+    ],
+)
+def test_layers_that_routers_are_made_of_stay_as_they_were(
+    family: str, routers: str, experts: dict[str, Any], tmp_path: Path
+) -> None:
+    source = tiny_models.write(family, tmp_path / "plain", **experts)
+    packing.pack(str(source), tmp_path / "packed", "int8")
+    plain, packed = (
+        {one.name: one for file in directory.glob("*.safetensors") for one in stored_in(file)}
+        for directory in (source, tmp_path / "packed")
+    )
+    own = {name for name, stored in plain.items() if routers in name and stored.shape[0] >= 16}
+    assert own
+    assert own <= packed.keys()
+    assert packed.keys() - plain.keys()
 
 
 def test_a_packed_directory_that_is_not_whole_is_refused(packs: Callable[..., Path], tmp_path: Path) -> None:

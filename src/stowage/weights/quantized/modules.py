@@ -48,8 +48,10 @@ VERSION: Final = 2
 VARIANT: Final = "stowage"
 FILE: Final = f"model.{VARIANT}.safetensors"
 """Not the name that Transformers looks for: without Stowage it finds no weights, and fills no gap."""
-_KEPT: Final = ("gate", "router", "wg", "shared_expert_gate", "kv_b_proj")
-"""Routers are small and decide much; of kv_b_proj the weight itself is computed with."""
+_KEPT: Final = frozenset(("gate", "router", "wg", "shared_expert_gate", "kv_b_proj"))
+"""Layers that stay, and what is inside modules called so: routers are small and decide much; of kv_b_proj the weight
+itself is computed with.
+"""
 _OUTPUTS_LEAST, _INPUTS_LEAST = 16, 32
 _SMALLER: Final[Mapping[str, tuple[str, ...]]] = {"q4_k": ("q5_0",), "q5_k": ("q5_1",)}
 """Forms in smaller groups that take the place of those in large ones."""
@@ -185,7 +187,7 @@ def _untied(model: Any, head: Any, shared: Collection[str]) -> Iterator[Target]:
             path = f"{name}.weight"
             large = module.out_features >= _OUTPUTS_LEAST and module.in_features >= _INPUTS_LEAST
             floats = module.weight is not None and module.weight.is_floating_point()
-            if large and floats and path not in shared and name.rpartition(".")[2] not in _KEPT:
+            if large and floats and path not in shared and _KEPT.isdisjoint(name.split(".")):
                 outputs, inputs = module.weight.shape
                 yield Target(path, module, "weight", outputs, inputs, head=module is head)
         elif _loops(module):
