@@ -146,6 +146,36 @@ def test_blocks_are_added_in_the_order_that_is_written_down() -> None:
         assert torch.equal(found[:3], expected), name
 
 
+CODES = {  # bytes of a block, and which of them are codes
+    "q8_0": (34, slice(2, 34)),
+    "q4_0": (18, slice(2, 18)),
+    "q4_1": (20, slice(4, 20)),
+    "q5_0": (22, slice(2, 22)),
+    "q5_1": (24, slice(4, 24)),
+    "mxfp4_block": (17, slice(1, 17)),
+    "q4_k": (144, slice(16, 144)),
+    "q5_k": (176, slice(16, 176)),
+    "q6_k": (210, slice(0, 192)),
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_the_largest_codes_times_the_largest_activations(name: str) -> None:
+    """No sum of products is beyond the 16 bits in which some instruction sets add them."""
+    spec = Spec(name, 21, 768)
+    size, codes = CODES[name]
+    for byte in (0x00, 0x77, 0x7F, 0x80, 0xFF):
+        raw = parts_of(spec)[""].clone()
+        raw.view(-1, size)[:, codes] = byte
+        x = torch.ones(70, spec.inputs)
+        x[1::2] = -1
+        x[2::4, ::2] = -1
+        matrix = kernels.int8_product(x, BlockMatrix(spec, {"": raw}, torch.float32))
+        assert matrix is not None
+        base, *others = by_set(x, matrix).values()
+        assert all(torch.equal(base, other) for other in others), byte
+
+
 def test_zeros_tiny_numbers_and_what_is_no_number() -> None:
     spec = Spec("q8_0", 40, 64)
     x = inputs(70, 64, torch.float32)

@@ -16,18 +16,6 @@ static uint8_t *avx2_turned_room(const Linear *job)
     return malloc((size_t)bytes);
 }
 
-/* Eight words of eight rows: their columns. */
-static inline ALWAYS void avx2_transpose_words(__m256i v[8])
-{
-    avx2_transpose_fours(v);
-    avx2_transpose_fours(v + 4);
-    UNROLLED for (int i = 0; i < 4; i++) {
-        __m256i first = v[i], second = v[i + 4];
-        v[i] = _mm256_permute2x128_si256(first, second, 0x20);
-        v[i + 4] = _mm256_permute2x128_si256(first, second, 0x31);
-    }
-}
-
 /* Words of eight inputs: half bytes i of all, for each i. */
 static inline ALWAYS void avx2_transpose_nibbles(__m256i v[8])
 {

@@ -233,23 +233,15 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
         scales[b] = more[b] = 0;
 }
 
-/* The codes of a group in their order, none with a sign. */
-typedef void (*Avx2Lay)(const uint8_t *at, int part, uint8_t codes[DYNAMIC_GROUP]);
-#define LAY(format, LARGE_OF)                                                                                          \
-    static void avx2_lay_##format(const uint8_t *at, int part, uint8_t codes[DYNAMIC_GROUP])                           \
+/* The codes of a group, as those of inputs lie. */
+typedef void (*Avx2Lay)(const uint8_t *at, int part, __m256i codes[4]);
+#define OF(FORMAT, format, B, P, K, S)                                                                                 \
+    static void avx2_lay_##format(const uint8_t *at, int part, __m256i codes[4])                                       \
     {                                                                                                                  \
-        __m256i w[4], sign = _mm256_set1_epi8((char)((LARGE_OF) == LARGE ? 128 : 0));                                  \
-        codes_avx2_##format(at, part, w);                                                                              \
-        PAIRS_OF_BLOCKS {                                                                                              \
-            avx2_parted(w[p], w[2 + p], &w[p], &w[2 + p]);                                                             \
-            _mm256_storeu_si256((__m256i *)(codes + 64 * p), _mm256_xor_si256(w[p], sign));                            \
-            _mm256_storeu_si256((__m256i *)(codes + 64 * p + 32), _mm256_xor_si256(w[2 + p], sign));                   \
-        }                                                                                                              \
+        codes_avx2_##format(at, part, codes);                                                                          \
     }
-#define OF(FORMAT, format, B, P, K, S) LAY(format, S)
 DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF)
 #undef OF
-#undef LAY
 
 /* As `dynamic_round`. */
 static void dynamic_round_avx2(const void *from, int half, int64_t inputs, int bias, DynamicInputs *to)

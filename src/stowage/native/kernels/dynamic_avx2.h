@@ -1,7 +1,7 @@
 /* Products of inputs that were rounded to 8 bits (dynamic.h) with AVX2, which multiplies bytes in pairs.
  *
  * Of up to 8 rows a group of four blocks of two outputs at once, whose 8 sums fill a register. Of many, 16 outputs are laid
- * out first, so that a register has four codes of 8 outputs: halves of bytes, whose sums over a block fit 16 bits.
+ * out first, so that a register has four codes of 8 outputs.
  */
 enum { AVX2_FEW = 8, AVX2_WIDE = 16, AVX2_TILE = 4, AVX2_AHEAD = 4096 };
 
@@ -110,12 +110,12 @@ DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF)
 
 typedef struct {
     int64_t bytes, per; /* of so many groups */
-    int large;
+    int size; /* of codes */
     void (*few[3])(const DynamicInputs *, int64_t, const uint8_t *const *, int64_t, const float *const *, __m256 *);
     Avx2Lay lay;
 } Avx2Ways;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
-    [FORMAT] = {B, P, S != SMALL, {avx2_few_##format##1, avx2_few_##format##2, avx2_few_##format##4}, avx2_lay_##format},
+    [FORMAT] = {B, P, S, {avx2_few_##format##1, avx2_few_##format##2, avx2_few_##format##4}, avx2_lay_##format},
 static const Avx2Ways avx2_ways[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF)};
 #undef OF
 
@@ -206,68 +206,103 @@ static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
     }
 }
 
-/* 16 outputs laid out: of each block eight times four codes of each, of which these are the low halves; behind all the high
- * ones, if there are any. */
+/* 16 outputs laid out: of each block eight times four codes of each; those of 8 bits have a sign and no bias. */
 typedef struct {
     uint8_t *codes;
     float *scales, *more; /* [blocks, 16] */
-    int64_t blocks, high; /* bytes to the high halves, or 0 */
+    int64_t blocks;
+    int size; /* of codes */
 } Avx2Panel;
 
-static void avx2_lay_out(const Linear *job, int64_t n, int64_t wide, float *scales, float *more, Avx2Panel *panel)
+/* The codes of a group that is not all there, as those of inputs lie. */
+static void avx2_lay_last(const Linear *job, int64_t n, int64_t g, int64_t blocks, int size, __m256i codes[4])
 {
-    uint8_t codes[DYNAMIC_GROUP] = {0};
+    Coded row = coded_row(job, n);
+    __m128i *to = (__m128i *)codes, sign = _mm_set1_epi8((char)(size == LARGE ? 128 : 0));
+    for (int64_t b = 0; b < blocks; b++) {
+        __m128i own[2];
+        dynamic_codes(job, &row, g * DYNAMIC_GROUP + b * DYNAMIC_BLOCK, (uint8_t *)own);
+        to[b] = _mm_xor_si128(own[0], sign);
+        to[4 + b] = _mm_xor_si128(own[1], sign);
+    }
+}
+
+/* Eight words of eight rows: their columns. */
+static inline ALWAYS void avx2_transpose_words(__m256i v[8])
+{
+    avx2_transpose_fours(v);
+    avx2_transpose_fours(v + 4);
+    UNROLLED for (int i = 0; i < 4; i++) {
+        __m256i first = v[i], second = v[i + 4];
+        v[i] = _mm256_permute2x128_si256(first, second, 0x20);
+        v[i + 4] = _mm256_permute2x128_si256(first, second, 0x31);
+    }
+}
+
+static void avx2_lay_out(const Linear *job, int64_t n, int64_t wide, float *scales, float *more, const Avx2Panel *panel)
+{
+    __m256i codes[8][4] = {{{0}}}, v[8];
     for (int64_t o = 0; o < AVX2_WIDE; o++) {
         Coded row = coded_row(job, n + (o < wide ? o : 0));
         avx2_scales(job, &row, 0, panel->blocks, scales, more);
-        for (int64_t g = 0; 4 * g < panel->blocks; g++) {
-            const Avx2Ways *ways = avx2_ways_of(job, g);
-            int64_t blocks = panel->blocks - 4 * g < 4 ? panel->blocks - 4 * g : 4;
-            if (ways != NULL && blocks == 4)
-                ways->lay(row.w + avx2_at(job, ways, g), (int)(g % ways->per), codes);
-            else
-                for (int64_t b = 0; b < blocks; b++)
-                    dynamic_codes(job, &row, g * DYNAMIC_GROUP + b * DYNAMIC_BLOCK, codes + b * DYNAMIC_BLOCK);
-            for (int64_t b = 0; b < blocks; b++) {
-                uint8_t *to = panel->codes + (4 * g + b) * DYNAMIC_BLOCK * AVX2_WIDE + 4 * o;
-                panel->scales[(4 * g + b) * AVX2_WIDE + o] = scales[4 * g + b];
-                panel->more[(4 * g + b) * AVX2_WIDE + o] = more[4 * g + b];
-                UNROLLED for (int i = 0; i < 8; i++) {
-                    uint32_t four = read_word(codes + b * DYNAMIC_BLOCK + 4 * i), low = four & 0x0f0f0f0f;
-                    memcpy(to + i * 4 * AVX2_WIDE, panel->high ? &low : &four, 4);
-                    four = four >> 4 & 0x0f0f0f0f;
-                    if (panel->high)
-                        memcpy(to + panel->high + i * 4 * AVX2_WIDE, &four, 4);
-                }
+        for (int64_t b = 0; b < panel->blocks; b++) {
+            panel->scales[b * AVX2_WIDE + o] = scales[b];
+            panel->more[b * AVX2_WIDE + o] = more[b];
+        }
+    }
+    for (int64_t g = 0; 4 * g < panel->blocks; g++) {
+        const Avx2Ways *ways = avx2_ways_of(job, g);
+        int64_t blocks = panel->blocks - 4 * g < 4 ? panel->blocks - 4 * g : 4, at = ways == NULL ? 0 : avx2_at(job, ways, g);
+        uint8_t *to = panel->codes + g * DYNAMIC_GROUP * AVX2_WIDE;
+        for (int64_t half = 0; half < AVX2_WIDE; half += 8, to += 32) {
+            for (int64_t o = 0; o < 8; o++) {
+                int64_t own = n + (half + o < wide ? half + o : 0);
+                if (ways != NULL && blocks == 4)
+                    ways->lay((const uint8_t *)job->w + own * job->w_row + at, (int)(g % ways->per), codes[o]);
+                else
+                    avx2_lay_last(job, own, g, blocks, panel->size, codes[o]);
+            }
+            for (int j = 0; j < 4; j++) {
+                uint8_t *block = to + (j % 2 * 16 + j / 2 * 4) * 4 * AVX2_WIDE;
+                UNROLLED for (int o = 0; o < 8; o++)
+                    v[o] = codes[o][j];
+                avx2_transpose_words(v);
+                UNROLLED for (int i = 0; i < 8; i++)
+                    _mm256_storeu_si256((__m256i *)(block + (i / 4 * 8 + i % 4) * 4 * AVX2_WIDE), v[i]);
             }
         }
     }
 }
 
-/* Sums of products of blocks, from quad `begin` to `end` of their eight, times `by`, are added to those that are there. */
-static inline ALWAYS void avx2_quads(int rows, const uint8_t *w, const DynamicInputs *x, int64_t x_row, int s, int begin,
-                                     int end, short by, __m256i whole[AVX2_TILE][2])
+/* Sums of products of a block, from quad `begin` to `end` of its eight, are added to those that are there; as many quads
+ * as fit are added in 16 bits first. */
+static inline ALWAYS void avx2_quads(int rows, DynamicKind kind, int size, const uint8_t *w, const DynamicInputs *x,
+                                     int64_t x_row, int s, int begin, int end, __m256i whole[AVX2_TILE][2])
 {
-    __m256i sums[AVX2_TILE][2];
-    UNROLLED for (int r = 0; r < rows; r++)
-        sums[r][0] = sums[r][1] = _mm256_setzero_si256();
-    UNROLLED for (int q = begin; q < end; q++) {
-        __m256i low = avx2_32(w + q * 4 * AVX2_WIDE), high = avx2_32(w + q * 4 * AVX2_WIDE + 32);
-        UNROLLED for (int r = 0; r < rows; r++) {
-            __m256i four = _mm256_set1_epi32((int)read_word((const uint8_t *)x[r * x_row].codes[q / 4] + 16 * s + q % 4 * 4));
-            sums[r][0] = _mm256_add_epi16(sums[r][0], _mm256_maddubs_epi16(low, four));
-            sums[r][1] = _mm256_add_epi16(sums[r][1], _mm256_maddubs_epi16(high, four));
-            SETTLE(sums[r][0]); /* in this order: else products of all are kept in memory first */
-            SETTLE(sums[r][1]);
+    int run = size == SMALL ? 8 : size == LARGE ? 1 : kind == TWO ? 2 : 4;
+    UNROLLED for (int first = begin; first < end; first += run) {
+        __m256i sums[AVX2_TILE][2];
+        UNROLLED for (int q = first; q < first + run; q++) {
+            __m256i v[2] = {avx2_32(w + q * 4 * AVX2_WIDE), avx2_32(w + q * 4 * AVX2_WIDE + 32)};
+            UNROLLED for (int r = 0; r < rows; r++) {
+                __m256i four = _mm256_set1_epi32((int)read_word((const uint8_t *)x[r * x_row].codes[q / 4] + 16 * s + q % 4 * 4));
+                UNROLLED for (int c = 0; c < 2; c++) {
+                    __m256i more = avx2_products(size, v[c], four);
+                    sums[r][c] = q == first ? more : _mm256_add_epi16(sums[r][c], more);
+                    if (size == LARGE)
+                        whole[r][c] = _mm256_add_epi32(whole[r][c], more);
+                    SETTLE(*(size == LARGE ? &whole[r][c] : &sums[r][c])); /* in this order: else all products are kept first */
+                }
+            }
         }
+        UNROLLED for (int r = 0; r < rows && size != LARGE; r++)
+            UNROLLED for (int c = 0; c < 2; c++)
+                whole[r][c] = _mm256_add_epi32(whole[r][c], _mm256_madd_epi16(sums[r][c], _mm256_set1_epi16(1)));
     }
-    UNROLLED for (int r = 0; r < rows; r++)
-        UNROLLED for (int c = 0; c < 2; c++)
-            whole[r][c] = _mm256_add_epi32(whole[r][c], _mm256_madd_epi16(sums[r][c], _mm256_set1_epi16(by)));
 }
 
 /* `rows` rows of 16 outputs. */
-static inline ALWAYS void avx2_dynamic_tile(int rows, DynamicKind kind, int halves, const DynamicInputs *from, int64_t x_row,
+static inline ALWAYS void avx2_dynamic_tile(int rows, DynamicKind kind, int size, const DynamicInputs *from, int64_t x_row,
                                             const Avx2Panel *panel, float *to)
 {
     for (int s = 0; s < 4 && s < panel->blocks; s++) {
@@ -285,13 +320,11 @@ static inline ALWAYS void avx2_dynamic_tile(int rows, DynamicKind kind, int halv
                     break;
                 UNROLLED for (int r = 0; r < rows; r++) {
                     const DynamicInputs *in = x + r * x_row;
-                    int less = kind == LEAST ? 0 : kind == BIASED ? in->less[s] : half ? in->less[s] - in->first_less[s] : in->first_less[s];
+                    int less = kind == LEAST || size == LARGE ? 0 : kind == BIASED ? in->less[s] : half ? in->less[s] - in->first_less[s] : in->first_less[s];
                     whole[r][0] = whole[r][1] = _mm256_set1_epi32(less);
                 }
                 int begin = half * 4, end = kind == TWO ? begin + 4 : 8;
-                avx2_quads(rows, w, x, x_row, s, begin, end, 1, whole);
-                if (halves)
-                    avx2_quads(rows, w + panel->high, x, x_row, s, begin, end, 16, whole);
+                avx2_quads(rows, kind, size, w, x, x_row, s, begin, end, whole);
                 UNROLLED for (int r = 0; r < rows; r++)
                     UNROLLED for (int c = 0; c < 2; c++) {
                         __m256 scale = _mm256_broadcast_ss(x[r * x_row].scale + s), other;
@@ -316,22 +349,21 @@ static inline ALWAYS void avx2_dynamic_tile(int rows, DynamicKind kind, int halv
     }
 }
 
-#define TILE_OF(KIND, R)                                                                                               \
-    static void avx2_tile_##KIND##R(const DynamicInputs *x, int64_t x_row, const Avx2Panel *panel, float *to)          \
+#define TILE_OF(KIND, SIZE, R)                                                                                         \
+    static void avx2_tile_##KIND##SIZE##R(const DynamicInputs *x, int64_t x_row, const Avx2Panel *panel, float *to)    \
     {                                                                                                                  \
-        if (panel->high)                                                                                               \
-            avx2_dynamic_tile(R, KIND, 1, x, x_row, panel, to);                                                        \
-        else                                                                                                           \
-            avx2_dynamic_tile(R, KIND, 0, x, x_row, panel, to);                                                        \
+        avx2_dynamic_tile(R, KIND, SIZE, x, x_row, panel, to);                                                         \
     }
-#define TILES_OF(KIND) TILE_OF(KIND, 1) TILE_OF(KIND, 2) TILE_OF(KIND, 4)
-TILES_OF(BIASED) TILES_OF(LEAST) TILES_OF(TWO)
+#define TILES_OF(KIND, SIZE) TILE_OF(KIND, SIZE, 1) TILE_OF(KIND, SIZE, 2) TILE_OF(KIND, SIZE, 4)
+TILES_OF(BIASED, SMALL) TILES_OF(BIASED, MEDIUM) TILES_OF(BIASED, LARGE)
+TILES_OF(LEAST, SMALL) TILES_OF(LEAST, MEDIUM) TILES_OF(TWO, MEDIUM)
 #undef TILES_OF
 #undef TILE_OF
-static void (*const avx2_tiles[4][3])(const DynamicInputs *, int64_t, const Avx2Panel *, float *) = {
-    [BIASED] = {avx2_tile_BIASED1, avx2_tile_BIASED2, avx2_tile_BIASED4},
-    [LEAST] = {avx2_tile_LEAST1, avx2_tile_LEAST2, avx2_tile_LEAST4},
-    [TWO] = {avx2_tile_TWO1, avx2_tile_TWO2, avx2_tile_TWO4}};
+#define TILES_OF(KIND, SIZE) [KIND][SIZE] = {avx2_tile_##KIND##SIZE##1, avx2_tile_##KIND##SIZE##2, avx2_tile_##KIND##SIZE##4}
+static void (*const avx2_tiles[4][3][3])(const DynamicInputs *, int64_t, const Avx2Panel *, float *) = {
+    TILES_OF(BIASED, SMALL), TILES_OF(BIASED, MEDIUM), TILES_OF(BIASED, LARGE),
+    TILES_OF(LEAST, SMALL), TILES_OF(LEAST, MEDIUM), TILES_OF(TWO, MEDIUM)};
+#undef TILES_OF
 
 /* Outputs [begin, end) of all rows; 0: there is no memory for it. */
 static int dynamic_avx2(const Linear *job, int64_t begin, int64_t end)
@@ -339,14 +371,13 @@ static int dynamic_avx2(const Linear *job, int64_t begin, int64_t end)
     int64_t groups = dynamic_groups(job->inputs), blocks = 4 * groups;
     const Avx2Ways *ways = avx2_ways_of(job, 0);
     int few = ways != NULL && job->rows <= AVX2_FEW;
-    int large = ways != NULL && ways->large;
-    int64_t codes = few ? 0 : (large ? 2 : 1) * blocks * DYNAMIC_BLOCK * AVX2_WIDE;
+    int64_t codes = few ? 0 : blocks * DYNAMIC_BLOCK * AVX2_WIDE;
     float *room = aligned_alloc(64, (size_t)(codes + blocks * (4 + 2 * AVX2_WIDE) * (int64_t)sizeof(float)));
     if (room == NULL)
         return 0;
     Avx2Panel panel = {.scales = room + 4 * blocks, .more = room + (4 + AVX2_WIDE) * blocks,
                        .codes = (uint8_t *)(room + (4 + 2 * AVX2_WIDE) * blocks), .blocks = job->inputs / DYNAMIC_BLOCK,
-                       .high = large ? codes / 2 : 0};
+                       .size = ways != NULL ? ways->size : SMALL};
     if (few)
         avx2_few(job, begin, end, room);
     for (int64_t n = begin, wide; !few && n < end; n += wide) {
@@ -356,7 +387,7 @@ static int dynamic_avx2(const Linear *job, int64_t begin, int64_t end)
             float sums[AVX2_TILE][AVX2_WIDE];
             int way = job->rows - r >= 4 ? 2 : job->rows - r >= 2 ? 1 : 0;
             step = 1 << way;
-            avx2_tiles[dynamic_kind(job)][way]((const DynamicInputs *)job->packed + r * groups, groups, &panel, sums[0]);
+            avx2_tiles[dynamic_kind(job)][panel.size][way]((const DynamicInputs *)job->packed + r * groups, groups, &panel, sums[0]);
             for (int64_t i = 0; i < step; i++)
                 avx2_finish(job, sums[i], r + i, n, wide);
         }

@@ -1,6 +1,7 @@
 /* What there is for each set of instructions: of `LANES` floats in a vector, under names that NAME makes. */
 
 #include "vectors.h"
+#include "inputs_first.h"
 #if LANES == 8
 #include "codes_avx2.h"
 #include "dynamic_avx2.h"
@@ -8,7 +9,6 @@
 #endif
 #include "formats.h"
 #include "linear.h"
-#include "inputs_first.h"
 #if LANES == 8
 #include "by_inputs_avx2.h"
 #endif
