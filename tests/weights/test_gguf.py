@@ -316,22 +316,6 @@ def test_a_script_asks_it_as_any_model(tmp_path: Path) -> None:
         model.stowage.close()
 
 
-def test_linear_scaling_is_read_however_a_file_says_it(tmp_path: Path) -> None:
-    """Older files name the factor alone, or otherwise; llama.cpp takes a way that is not said for linear."""
-    scaled = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    plain = model_of("llama", tmp_path / "model", rope_parameters=scaled)
-    for said in (
-        {"scaling.type": "linear", "scaling.factor": 4.0},
-        {"scaling.type": "linear", "scaling.factor": 4},
-        {"scaling.factor": 4.0},
-        {"scale_linear": 4.0},
-    ):
-        own = {f"llama.rope.{key}": value for key, value in said.items()}
-        loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=own)).model
-        assert loaded.config.rope_parameters == scaled, said
-        assert torch.allclose(logits(loaded, prompt()), logits(plain, prompt()), atol=1e-5)
-
-
 def test_a_file_is_known_by_its_first_bytes_too(tmp_path: Path) -> None:
     """As Ollama keeps them."""
     plain = model_of("llama", tmp_path / "model")

@@ -253,10 +253,12 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
             "give the Hugging Face checkpoint that it was made from."
         )
     found = {"rope_type": kind, "factor": float(factor)}
-    names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "attn_factor": "attention_factor"}
+    names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
     if kind == "yarn":
         names["original_context_length"] = "original_max_position_embeddings"
         found |= {name: said[key] for key, name in names.items() if key in said}
+        if (times := said.get("attn_factor", 1.0)) != 1.0:  # of what the factor alone makes of it
+            found["attention_factor"] = times * (1 + 0.1 * math.log(max(factor, 1.0)))
     if (
         file.architecture in ("deepseek2", "glm-dsa", "mistral4")
         and (said_twice := said.get("yarn_log_multiplier")) is not None

@@ -36,6 +36,7 @@ _READ_BY_SOME: Final = {
     "attention.value_scale": ("attention_value_scale",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "embedding_scale": ("embedding_multiplier",),
+    "expert_group_count": ("n_group", "num_expert_group"),
     "expert_weights_scale": ("routed_scaling_factor", "route_scale"),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "residual_scale": ("residual_multiplier",),
@@ -64,9 +65,21 @@ def refuse_other_arithmetic(file: GgufFile, family: str, known: Collection[str])
     scaled = file.fields.get(f"{file.architecture}.attention.temperature_scale")
     if scaled not in (None, 0.0) and family not in _SCALED_BY_PLACE:
         raise _unread(file, "attention.temperature_scale", scaled)
+    times = file.fields.get(f"{file.architecture}.rope.scaling.attn_factor")
+    if times not in (None, 1.0) and not _reads_times(file):
+        raise _unread(file, "rope.scaling.attn_factor", times)
     scored = file.fields.get(f"{file.architecture}.expert_gating_func", 0)
     if scored not in _BY_SOFTMAX and file.architecture not in _BY_SIGMOID:
         raise _unread(file, "expert_gating_func", scored)
+
+
+def _reads_times(file: GgufFile) -> bool:
+    """Whether a factor of rotated queries and keys is read: with two lists of factors it follows from lengths, and YaRN
+    has it where it is not said in the way of DeepSeek too.
+    """
+    scaling = f"{file.architecture}.rope.scaling"
+    by_yarn = file.fields.get(f"{scaling}.type") == "yarn" and f"{scaling}.yarn_log_multiplier" not in file.fields
+    return by_yarn or "rope_factors_long.weight" in file.tensors
 
 
 def refuse_other_rotation(file: GgufFile, model: Any) -> None:
