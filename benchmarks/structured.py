@@ -43,10 +43,10 @@ def seconds_per_token(engine: Engine, batch: int, params: SamplingParams) -> tup
 
 
 class Drawing:
-    """Adds up the time of ``Sampler.draw``, which it takes the place of."""
+    """Adds up the time of ``Sampler.sample``, which it takes the place of."""
 
     seconds = 0.0
-    real = Sampler.draw
+    real = Sampler.sample
 
     @staticmethod
     def draw(sampler: Sampler, logits: Any) -> Any:
@@ -82,7 +82,7 @@ def main() -> None:
     plain = SamplingParams(max_new_tokens=given.tokens, ignore_eos=True)
     ways = {"plain": plain, **{name: replace(plain, structured_outputs=bound) for name, bound in GRAMMARS.items()}}
     found: dict[str, Any] = {}
-    Sampler.draw = Drawing.draw  # type: ignore[method-assign]
+    Sampler.sample = Drawing.draw  # type: ignore[method-assign]
     with Engine(given.model, Memory(kv_cache_memory="256MiB")) as engine:
         for batch in given.batches:
             times: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}

@@ -150,7 +150,7 @@ def raises(error):
 
 
 def break_draw(engine, sequence):
-    sequence.sampler.draw = raises(ZeroDivisionError("a bug"))
+    sequence.sampler.sample = raises(ZeroDivisionError("a bug"))
 
 
 def break_text(engine, sequence):

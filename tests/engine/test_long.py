@@ -188,12 +188,14 @@ def test_preempted_again_and_again(family, opened):
         if len(steps) in (3, 5, 10, 15):
             sequence = scheduler.running[0]
             scheduler._preempt(sequence)
-            for pool, spilled in zip(engine.parts.pools, scheduler._spill._spilled[sequence.id][1], strict=True):
+            for pool, spilled in zip(
+                engine.parts.pools, scheduler._preemption_swap._swapped[sequence.id][1], strict=True
+            ):
                 if pool.group.kind is Kind.FULL:
                     assert len(spilled.held.blocks) <= pool.group.blocks_per_chunk, "it could come back to less"
             engine.check()
             if len(steps) == 10:
-                scheduler._spill.give_up()
+                scheduler._preemption_swap.drop_newest()
                 engine.check()
         return schedule()
 

@@ -54,7 +54,7 @@ def drawn_with(params: SamplingParams, logits: torch.Tensor, prompt: list[int], 
     processors = processors_of(params, prompt, frozenset([0]))
     assert processors is not None
     for token in drawn:
-        processors.drawn(token)
+        processors.accept(token)
     before = logits.clone()
     found = processors.apply(logits)
     assert torch.equal(logits, before), "the model's own logits are reported, and must stay"

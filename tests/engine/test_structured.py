@@ -81,16 +81,16 @@ def test_drawing_without_a_mask_is_drawing_with_one(wanted, opened):
         params = SamplingParams(400, temperature=temperature, seed=seed, structured_outputs=wanted)
         quick, slow = (Sampler(params, (), eos, grammars.begin(wanted)) for _ in range(2))
         unmasked = 0
-        while not quick.is_over:
+        while not quick.finished:
             logits = torch.randn(opened.parts.layout.vocab, generator=chance)
             left = slow._processors.apply(logits).isfinite()
             for token in (*left.nonzero()[:20, 0].tolist(), *range(0, len(logits), 37)):
                 assert not quick._processors._grammar.allows(token) or left[token]
             logits[left] += chance.initial_seed() * torch.rand((), generator=chance)
-            expected = slow._pick(slow._processors.apply(logits))
-            slow._processors.drawn(expected)
+            expected = slow._sample_from(slow._processors.apply(logits))
+            slow._processors.accept(expected)
             unmasked += quick._processors._grammar.allows(expected)
-            assert quick.draw(logits)[0] == expected
+            assert quick.sample(logits)[0] == expected
             if expected in eos:
                 break
         assert unmasked, "no token was drawn without a mask"
@@ -105,19 +105,19 @@ def test_taking_a_token_is_asking_and_then_drawing_it(wanted, opened):
     refused = 0
     for _ in range(4):
         at_once, in_two = grammars.begin(wanted), grammars.begin(wanted)
-        while not in_two.is_over:
+        while not in_two.finished:
             masked = torch.zeros(vocab)
             in_two.mask(masked)
             left = masked.isfinite().nonzero()[:, 0].tolist()
             for token in (*chance.sample(range(vocab), 12), chance.choice(left)):
                 allowed = in_two.allows(token)
                 if allowed:
-                    in_two.drawn(token)
-                assert at_once.take(token) == allowed and at_once.is_over == in_two.is_over
+                    in_two.accept(token)
+                assert at_once.try_accept(token) == allowed and at_once.finished == in_two.finished
                 refused += not allowed
                 if allowed:
                     break
-        assert at_once.is_over
+        assert at_once.finished
     assert refused, "no token was refused"
 
 

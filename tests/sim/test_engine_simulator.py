@@ -114,12 +114,12 @@ def swapped_chunk_that_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
 
 def everybody_pays_for_one(patch: pytest.MonkeyPatch) -> None:
     """A forward that raises ends every request in it."""
-    patch.setattr(Loop, "_find_culprit", lambda self, work, error: self._fail(work, engine_loop._own(error)))
+    patch.setattr(Loop, "_retry_alone", lambda self, work, error: self._fail(work, engine_loop._request_error(error)))
 
 
 def blocks_that_are_not_computed_again(patch: pytest.MonkeyPatch) -> None:
     """After a forward that raised, sequences go on as if their blocks were what they were."""
-    patch.setattr(Scheduler, "separate", lambda self, work: None)
+    patch.setattr(Scheduler, "isolate", lambda self, work: None)
 
 
 def tier_whose_errors_get_through(patch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def stuck_too_soon(patch: pytest.MonkeyPatch) -> None:
 def requests_left_behind(patch: pytest.MonkeyPatch) -> None:
     """Who was preempted never gets its turn again. Worlds have some 1,000 steps."""
     patch.setattr(world, "STEPS_MAX", 20_000)
-    patch.setattr(PreemptionSwap, "back", lambda self, sequence, headroom_blocks, running: False)
+    patch.setattr(PreemptionSwap, "swap_in", lambda self, sequence, headroom_blocks, running: False)
 
 
 PLANTS = [

@@ -287,7 +287,7 @@ class TieredStore:
         if limit_s > 0:
             self._wake.wait(limit_s)
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         """End the `wait` of another thread, or its next one if it has not begun since the last `poll`."""
         self._wake.set()
 

@@ -1,4 +1,4 @@
-"""Adapters of an engine: put on its model, tried, and counted in its memory."""
+"""LoRA adapters of an engine: installed, tried with a few tokens, and counted in its memory budget."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from stowage.core.key import adapter_namespace
 from stowage.engine.assembly import Parts
 from stowage.errors import BudgetError, RequestError, UnsupportedModelError
 from stowage.executor.batch import Work
-from stowage.executor.sequence_state import sequence_on_trial, take_blocks
+from stowage.executor.sequence_state import probe_sequence, take_blocks
 from stowage.models.adapters import Adapter, AdapterFile, Adapters
 from stowage.models.loading import Loaded
 
-__all__ = ["chosen", "install", "memory_beside", "namespace_with"]
+__all__ = ["install", "memory_without_adapters", "namespace_for_adapter", "select_adapter"]
 
 _PROMPT, _TOKENS = 4, 6
 _READ_AS_IT_IS = "kv_b_proj"
@@ -22,7 +22,7 @@ _READ_AS_IT_IS = "kv_b_proj"
 _SCALED = "rwkv"
 
 
-def memory_beside(files: Sequence[AdapterFile], memory: Memory) -> Memory:
+def memory_without_adapters(files: Sequence[AdapterFile], memory: Memory) -> Memory:
     """What the matrices of ``files``, which stay on the device, leave of ``memory``. Raises BudgetError."""
     nbytes = sum(file.nbytes for file in files)
     if not nbytes or not memory.device_memory_bytes:
@@ -54,7 +54,7 @@ def install(loaded: Loaded, files: Sequence[AdapterFile], parts: Parts) -> Adapt
         raise
 
 
-def chosen(adapters: Adapters | None, name: str) -> Adapter | None:
+def select_adapter(adapters: Adapters | None, name: str) -> Adapter | None:
     """The adapter of a request that names it; ``None``: the model without one. Raises RequestError."""
     if adapters is not None:
         return adapters.named(name)
@@ -94,7 +94,7 @@ def _installed(loaded: Loaded, files: Sequence[AdapterFile], parts: Parts) -> Ad
 def _missed(adapter: Adapter, parts: Parts) -> str:
     """A layer of ``adapter`` that a step does not call; empty: all are called."""
     tokens = [at % parts.layout.vocab for at in range(5, 5 + _TOKENS)]
-    sequence = sequence_on_trial(0, tokens, parts.layout.groups)
+    sequence = probe_sequence(0, tokens, parts.layout.groups)
     sequence.adapter = adapter
     take_blocks(sequence, parts.pools, _TOKENS)
     try:
@@ -110,6 +110,6 @@ def _missed(adapter: Adapter, parts: Parts) -> str:
             pool.release(table.clear())
 
 
-def namespace_with(namespace: bytes, adapter: Adapter | None) -> bytes:
+def namespace_for_adapter(namespace: bytes, adapter: Adapter | None) -> bytes:
     """The namespace of prompts that are computed with ``adapter``."""
     return adapter_namespace(namespace, adapter.digest if adapter is not None else b"")

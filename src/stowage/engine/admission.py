@@ -1,10 +1,10 @@
-"""How a sequence gets its prefix: what the planner chose is fetched, and copied into blocks of the device.
+"""Admission: fetch a sequence's cached prefix from the tiers and copy it into device blocks.
 
-Owns admissions that are under way. ``begin`` takes all blocks that the prefix needs at once (so that two half-admitted
-sequences never wait for each other), and starts one fetch; ``poll`` copies what came into the blocks. What is chosen,
-what is worth loading and how long that may take is ``cache.prefix_planner``'s matter. Never waits for a tier.
+Owns admissions in flight. ``begin`` allocates all blocks of the prefix at once (so that two half-admitted sequences
+never wait for each other) and starts one fetch; ``poll`` copies fetched chunks into the blocks. Which prefix is worth
+loading, and for how long, is decided by ``cache.prefix_planner``. Never waits for a tier.
 
-What a sequence larger than the device gets from below stays in host memory, and is read there (``long_context``).
+A sequence larger than the device reads its prefix in host memory instead (``long_context``).
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from stowage.executor.block_pool import BlockPool, blocks_needed
 
 @dataclass(slots=True)
 class GroupBlocks:
-    """The device blocks of one group for a prefix. ``held``: for each block that is needed the one that has it already,
-    or ``NULL_BLOCK``. ``stays``: what is fetched is read in host memory and gets no blocks.
+    """The device blocks of one group for a prefix. ``held``: for each needed block, the device block that has it
+    already, or ``NULL_BLOCK``. ``on_host``: what is fetched is read in host memory and gets no blocks.
     """
 
     pool: BlockPool
     part: GroupChunks
     held: NDArray[np.int64]
-    stays: bool
+    on_host: bool
 
     @property
-    def lacking(self) -> int:
-        """Blocks to allocate. A recurrent group always needs one: the live state, beside the snapshot that it begins
-        from.
-        """
-        if self.stays:
+    def missing(self) -> int:
+        """Blocks to allocate. A recurrent group always needs one for the live state, besides the snapshot."""
+        if self.on_host:
             return 0
         return 1 if self.pool.group.kind is Kind.RECURRENT else int((self.held == NULL_BLOCK).sum())
 
@@ -56,7 +54,7 @@ class GroupBlocks:
 
 @dataclass(slots=True)
 class Admission:
-    """One admission on its way. Without a plan it waits for answers about what to fetch, and holds nothing."""
+    """One admission in flight. Without a plan it waits for the lookup in remote tiers, and holds no blocks."""
 
     sequence: Sequence
     began_s: float
@@ -66,7 +64,7 @@ class Admission:
 
 
 class Admissions:
-    """Admissions under way."""
+    """Admissions in flight."""
 
     def __init__(
         self,
@@ -89,7 +87,7 @@ class Admissions:
         self._clock = clock
         self._pending: dict[int, Admission] = {}
         self.forwards = 0
-        """Forwards so far, counted by the scheduler: while one runs, nobody sees what arrives."""
+        """Forwards so far, counted by the scheduler: arrivals during a forward are seen only after it."""
         self._tier_names = ["host"]
         if kv_manager.store is not None:
             self._tier_names += [tier.name for tier in kv_manager.store.tiers]
@@ -102,19 +100,18 @@ class Admissions:
         return [admission.sequence for admission in self._pending.values()]
 
     def announce(self, sequence: Sequence) -> None:
-        """``sequence`` was queued: ask shared tiers about it meanwhile."""
+        """``sequence`` was queued: start its lookup in remote tiers."""
         if not self._remote_lookup.asks:
             return
         sequence.keys.extend(sequence.tokens, len(sequence.tokens))
         self._remote_lookup.ask(sequence.prefix, [sequence.keys], sequence.reusable_tokens - 1, self._clock())
 
     def begin(self, sequence: Sequence, running: Items[Sequence], *, others_wait: bool = False) -> bool:
-        """Admit ``sequence``: afterwards it is RUNNING or LOADING. False, and nothing taken, while room is lacking;
-        those of ``running`` that are larger than the device make some.
+        """Admit ``sequence``: RUNNING or LOADING afterwards. False, with nothing allocated, while blocks are missing;
+        long sequences of ``running`` offload blocks to make room.
 
-        While it is loaded its front is computed only where that takes nothing from another sequence.
-
-        When no other sequence holds blocks, waiting would not help and only what the prefix needs is asked for.
+        Loading and computing overlap only on an otherwise idle engine. Headroom for the whole prompt is demanded only
+        while other sequences hold blocks; otherwise waiting would not help.
         """
         long = self._long_context.is_long(sequence)
         if long and not self._long_context.admits(sequence, [*running, *self.sequences]):
@@ -131,7 +128,7 @@ class Admissions:
         plan, blocks = self._plan(sequence, long, overlaps=idle and not long)
         for one in blocks:
             one.pool.retain(one.retained)
-        if not self._room(sequence, blocks, running):
+        if not self._has_room(sequence, blocks, running):
             for one in blocks:
                 one.pool.release(one.retained)
             return False
@@ -143,20 +140,20 @@ class Admissions:
             sequence.phase = Phase.LOADING
             self._pending[sequence.id] = admission
             return True
-        self._arrive(admission, plan)
+        self._complete(admission, plan)
         return True
 
     def poll(self) -> list[Sequence]:
-        """Finish what has come; return the sequences that are no longer loading: RUNNING, or WAITING again when a chunk
-        failed, or when it is known now what to load.
+        """Finish admissions whose fetch or lookup is done. Returns their sequences: RUNNING, or WAITING again when a
+        chunk failed or when the remote lookup has just been answered.
         """
         finished = [a for a in self._pending.values() if not self._is_awaited(a)]
         for admission in finished:
             del self._pending[admission.sequence.id]
             if admission.plan is not None:
-                self._arrive(admission, admission.plan)
+                self._complete(admission, admission.plan)
             else:
-                self._again(admission)
+                self._requeue(admission)
         return [admission.sequence for admission in finished]
 
     def _is_awaited(self, admission: Admission) -> bool:
@@ -165,14 +162,14 @@ class Admissions:
         return admission.plan.fetch is not None and not admission.plan.fetch.done
 
     def cancel(self, sequence: Sequence) -> None:
-        """Stop loading ``sequence`` and take its blocks."""
+        """Stop loading ``sequence`` and free its blocks."""
         admission = self._pending.pop(sequence.id)
-        self._undo(admission)
+        self._roll_back(admission)
 
     # taking blocks
 
     def _plan(self, sequence: Sequence, long: bool, overlaps: bool) -> tuple[PrefixPlan, list[GroupBlocks]]:
-        """What a long sequence loads is there before anything is computed."""
+        """The plan, and the device blocks that hold parts of it already. Long sequences never overlap."""
         pools, strategies = self._kv_manager.pools, self._kv_manager.strategies
         keys = [sequence.keys.of(pool.group.index) for pool in pools]
         device = [pool.lookup(names) for pool, names in zip(pools, keys, strict=True)]
@@ -187,30 +184,30 @@ class Admissions:
             blocks.append(GroupBlocks(pool, part, held, long and pool.group.kind is Kind.FULL))
         return plan, blocks
 
-    def _room(self, sequence: Sequence, blocks: list[GroupBlocks], running: Items[Sequence]) -> bool:
-        """Whether there is room, or the long ones among ``running`` could make it."""
+    def _has_room(self, sequence: Sequence, blocks: list[GroupBlocks], running: Items[Sequence]) -> bool:
+        """Whether there are enough blocks, after long sequences of ``running`` have offloaded some of theirs."""
         asked = []
         for one in blocks:
-            pool, count = one.pool, one.lacking
+            pool, count = one.pool, one.missing
             if running or self._pending:
                 layout = self._kv_manager.layout.blocks[pool.group.index]
                 whole = blocks_needed(layout, len(sequence.tokens), self._max_num_batched_tokens) - len(one.retained)
                 first, left = self._long_context.headroom(pool, sequence, running)
-                count = max(count, min(whole, first) if one.stays else whole) + left
+                count = max(count, min(whole, first) if one.on_host else whole) + left
             asked.append(count)
         return self._long_context.make_room(asked, running)
 
     def _take_blocks(self, sequence: Sequence, boundary: int, blocks: list[GroupBlocks]) -> None:
-        """Fill the block tables up to ``boundary``: holes, then what the device had, with new blocks in between."""
+        """Fill the block tables up to ``boundary``: holes, then cached blocks with new ones in between."""
         for one in blocks:
             group, table = one.pool.group, sequence.tables[one.pool.group.index]
-            fresh = one.pool.allocate(one.lacking)
+            fresh = one.pool.allocate(one.missing)
             assert fresh is not None, "room was checked"
             if group.kind is Kind.RECURRENT:
                 table.append(fresh)
                 continue
             filled = one.held.copy()
-            if not one.stays:
+            if not one.on_host:
                 filled[filled == NULL_BLOCK] = fresh
             table.append([NULL_BLOCK] * one.part.first_block + filled.tolist())
             sequence.freed[group.index] = one.part.first_block
@@ -218,40 +215,38 @@ class Admissions:
 
     # arriving
 
-    def _arrive(self, admission: Admission, plan: PrefixPlan) -> None:
-        """Copy what came into its blocks; the sequence is RUNNING afterwards, or WAITING again with the failed chunks
-        refused.
-        """
+    def _complete(self, admission: Admission, plan: PrefixPlan) -> None:
+        """Copy fetched chunks into their blocks: RUNNING afterwards, or WAITING again with failed chunks refused."""
         sequence = admission.sequence
         loaded = self._load(admission, plan)
         if plan.fetch is not None and admission.began_forward == self.forwards:
             self._planner.learn(plan, self._clock())
         if not loaded:
-            self._undo(admission)
-            self._again(admission)
+            self._roll_back(admission)
+            self._requeue(admission)
             return
         sequence.prefix.restart()
         fresh = not sequence.reused
         self._account(admission, plan)
         sequence.times.started_s = sequence.times.started_s or self._clock()
-        self._let_go(admission)
+        self._release_sources(admission)
         sequence.computed = plan.boundary
         sequence.phase = Phase.RUNNING
         if plan.overlap_end > plan.boundary:
-            self._overlapped_loads.begin(sequence, plan.overlap_end, tells=fresh)
+            self._overlapped_loads.begin(sequence, plan.overlap_end, reports=fresh)
 
-    def _again(self, admission: Admission) -> None:
+    def _requeue(self, admission: Admission) -> None:
         waited_s = self._clock() - admission.began_s
         admission.sequence.prefix.waited_s += waited_s
         self._kv_manager.counters.tiers_waited_s += waited_s
         admission.sequence.phase = Phase.WAITING
 
-    def _undo(self, admission: Admission) -> None:
-        self._let_go(admission)
+    def _roll_back(self, admission: Admission) -> None:
+        self._release_sources(admission)
         self._kv_manager.drop(admission.sequence)
 
-    def _let_go(self, admission: Admission) -> None:
-        """Release what was held only to be copied from: the fetch's slots, and snapshots on the device."""
+    def _release_sources(self, admission: Admission) -> None:
+        """Release what was held only as the source of copies: the fetch's slots, and snapshots on the device."""
         if admission.plan is not None and admission.plan.fetch is not None:
             self._kv_manager.release(admission.plan.fetch)
         for one in admission.blocks:
@@ -259,17 +254,17 @@ class Admissions:
                 one.pool.release(one.retained)
 
     def _load(self, admission: Admission, plan: PrefixPlan) -> bool:
-        """Copy what was fetched, and states that the device has, into the blocks of the sequence."""
+        """Copy fetched chunks, and snapshots that the device has, into the blocks of the sequence."""
         sequence = admission.sequence
         if plan.fetch is not None:
-            stays = [one.pool.group.index for one in admission.blocks if one.stays]
-            table = partial(self._kv_manager.loaded_table, sequence, stays)
+            on_host = [one.pool.group.index for one in admission.blocks if one.on_host]
+            table = partial(self._kv_manager.loaded_table, sequence, on_host)
             copies = self._planner.copies(sequence.prefix, plan.boundary, plan.fetched(), table)
             if copies is None:
                 return False
             for part, copy in copies:
-                if part.group in stays:
-                    self._long_context.adopt(sequence, self._kv_manager.pools[part.group], copy, part.keys)
+                if part.group in on_host:
+                    self._long_context.read_in_place(sequence, self._kv_manager.pools[part.group], copy, part.keys)
                 elif not self._kv_manager.load(sequence, part, copy):
                     return False
         for one in admission.blocks:
@@ -279,7 +274,7 @@ class Admissions:
         return True
 
     def _account(self, admission: Admission, plan: PrefixPlan) -> None:
-        """Say where the reused tokens came from: by the chunks of the group that keeps the most tokens."""
+        """Count the reused tokens by tier, going by the chunks of the group with the most tokens."""
         sequence, boundary = admission.sequence, plan.boundary
         reused = dict.fromkeys(["device", *self._tier_names], 0)
         elapsed_s = self._clock() - admission.began_s
@@ -292,11 +287,11 @@ class Admissions:
             self._kv_manager.counters.recompute_saved_s += self._cost_model.recompute_s(boundary) or 0.0
         if plan.fetch is not None:
             self._kv_manager.counters.tiers_waited_s += elapsed_s
-        if not sequence.reused:  # a preempted sequence that is computed again reuses its own prompt, which is no news
+        if not sequence.reused:  # a recomputed sequence reuses its own prompt, which does not count
             sequence.reused = reused
 
     def _sources(self, admission: Admission, plan: PrefixPlan) -> dict[int, str]:
-        """First token of each needed chunk, and where it came from, for the group with the most needed tokens."""
+        """First token of each needed chunk, and its tier, for the group with the most needed tokens."""
         primary = max(admission.blocks, key=lambda one: len(one.held) * one.pool.group.block_tokens)
         group = primary.pool.group
         came: dict[int, str] = {}

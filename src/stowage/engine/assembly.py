@@ -1,6 +1,6 @@
-"""Puts an engine's parts together from a loaded model and its budgets.
+"""Builds an engine's parts from a loaded model and its memory budgets.
 
-Owns the order of construction and the namespace: everything that cached bytes depend on besides tokens.
+Owns the order of construction, and the namespace: everything that cached bytes depend on besides tokens.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from stowage.transfer.protocol import BlockTransfer
 
 logger = logging.getLogger("stowage.engine")
 ENGINE_FORMAT = 2
-"""How this engine lays chunks out; raised whenever the same tokens come to other bytes."""
+"""Version of the chunk layout; incremented whenever the same tokens give other bytes."""
 
 
 @dataclass(slots=True)
 class Parts:
-    """What an engine is made of."""
+    """The parts of an engine."""
 
     layout: ModelLayout
     geometry: Geometry
@@ -71,13 +71,13 @@ class Parts:
     pieces: Pieces
     capacity: Capacity
     kv_cache_memory_bytes: int
-    """What the pools may take: the budget, less what recorded steps may."""
+    """Budget of the pools: without the share of CUDA graphs."""
     inexact_because: str = ""
-    """Empty: a token's bits depend neither on tiers and hits, nor on where its prompt was cut, nor on neighbours."""
+    """Why answers are not bit-exact whatever is cached, batched or chunked; empty: they are."""
 
     @property
     def graphs(self) -> Graphs | None:
-        """The recorded decode steps; ``None``: all are computed plainly."""
+        """The captured decode steps; ``None``: all run eagerly."""
         return self.runner.graphs if isinstance(self.runner, Runner) else None
 
     @property
@@ -127,7 +127,7 @@ def assemble(
 
 
 def _impossible(reasons: Sequence[StowageError]) -> StowageError:
-    """What to raise where exact answers are required."""
+    """The error when exact answers are required and impossible."""
     first = reasons[0]
     return type(first)(f"Exact answers are not possible here: {first} Without --deterministic it runs nevertheless.")
 

@@ -1,8 +1,7 @@
-"""How long a sequence can become with a device pool and host memory behind it, and how the device is divided for that.
+"""The longest sequence that fits into device pool and host memory, and how blocks are divided between groups for it.
 
-Owns the arithmetic of blocks and slots, and nothing else. A windowed or recurrent group needs a bounded number of
-blocks, which must all be on the device. Of a full group only the blocks being written must be; older ones may lie in
-host memory, whole chunks of them (``long_context``).
+Pure arithmetic of blocks and slots. A windowed or recurrent group needs a bounded number of blocks, all of them on the
+device. A full group needs only the blocks being written there; older chunks may be offloaded (``long_context``).
 
     tokens   0                                   computed      + piece
              |== host ==|== host ==|-- on the device --|.. new ..|
@@ -20,29 +19,29 @@ from stowage.executor.block_pool import blocks_needed, split_pool
 from stowage.models.layout import BlockLayout
 
 HOST_BYTES_MAX = 1 << 46
-"""More is not looked at."""
+"""Upper end of the search for a host memory size."""
 Counts = Mapping[int, int]
 """Usable device blocks by group index."""
 
 
 def blocks_at_work(group: Group, piece_tokens: int) -> int:
-    """Blocks of a full group that must be on the device at once, at most, to compute ``piece_tokens`` tokens: those of
-    the chunk that is not complete, and the piece's own.
+    """Blocks of a full group that must be on the device to compute ``piece_tokens`` tokens, at most: those of the
+    incomplete chunk, and those of the piece.
     """
     return -(-(group.chunk_tokens - 1 + piece_tokens) // group.block_tokens)
 
 
 def chunks_offloaded(group: Group, tokens: int, blocks: int) -> int:
-    """Chunks of a full group that lie in host memory at least, when a sequence of ``tokens`` tokens has ``blocks``
-    device blocks.
+    """Chunks of a full group that must be offloaded when a sequence of ``tokens`` tokens has ``blocks`` device
+    blocks.
     """
     return max(0, -(-(-(-tokens // group.block_tokens) - blocks) // group.blocks_per_chunk))
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What sequences have to do with: the groups, the slots of host memory (none: it is off), and how many tokens are
-    computed at once, at most and at least.
+    """The groups, the slots of host memory (none: it is off), and the largest and smallest number of tokens that are
+    computed at once.
     """
 
     layouts: tuple[BlockLayout, ...]
@@ -53,17 +52,17 @@ class Capacity:
 
     def fits(self, tokens: int, counts: Counts) -> bool:
         """Whether a sequence of ``tokens`` tokens can be run when it is alone."""
-        lacking = {layout.group.index: self._lacking(layout, tokens, counts) for layout in self.layouts}
-        if not any(lacking.values()):
+        missing = {layout.group.index: self._is_short(layout, tokens, counts) for layout in self.layouts}
+        if not any(missing.values()):
             return True
         for layout in self.layouts:
             group = layout.group
-            if lacking[group.index] and (
+            if missing[group.index] and (
                 group.kind is not Kind.FULL or counts[group.index] < blocks_at_work(group, self.piece_tokens)
             ):
                 return False
         needed = {
-            g: chunks_offloaded(self.layouts[g].group, tokens, counts[g]) for g, lacks in lacking.items() if lacks
+            g: chunks_offloaded(self.layouts[g].group, tokens, counts[g]) for g, short in missing.items() if short
         }
         return self.has_slots([needed])
 
@@ -78,7 +77,7 @@ class Capacity:
             sum(total.get(group, 0) for group in slab.groups) <= slab.slots for slab in self.slabs
         )
 
-    def _lacking(self, layout: BlockLayout, tokens: int, counts: Counts) -> bool:
+    def _is_short(self, layout: BlockLayout, tokens: int, counts: Counts) -> bool:
         return blocks_needed(layout, tokens, self.max_num_batched_tokens) > counts[layout.group.index]
 
     def longest(self, counts: Counts) -> int:

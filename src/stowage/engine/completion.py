@@ -1,4 +1,4 @@
-"""The two ends of a request: whose it is, and when and with what its completion ends."""
+"""A request's namespace, deltas, finish reason and completion."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def namespace_of(engine: bytes, salt: str | bytes) -> bytes:
         raise RequestError(f"this salt has no UTF-8 form ({error}); give it as bytes.") from error
 
 
-def is_over(sequence: Sequence, token: int, eos: frozenset[int]) -> str:
-    """Why ``sequence`` ends with ``token``, or an empty string."""
+def finish_reason(sequence: Sequence, token: int, eos: frozenset[int]) -> str:
+    """``stop`` or ``length`` if ``sequence`` ends with ``token``, else an empty string."""
     params = sequence.params
     ends = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
-    if ends or sequence.text.stopped or sequence.sampler.is_over:
+    if ends or sequence.text.stopped or sequence.sampler.finished:
         return "stop"
     if len(sequence.tokens) - sequence.prompt_tokens >= sequence.new_tokens_max:
         return "length"
     return ""
 
 
-def piece(sequence: Sequence, text: str) -> Delta:
-    """What the token just drawn brings: ``text`` is what it made certain."""
+def token_delta(sequence: Sequence, text: str) -> Delta:
+    """The delta of the token just sampled; ``text``: characters that are final now."""
     first = len(sequence.tokens) == sequence.prompt_tokens + 1
     return Delta(
         text,
@@ -43,10 +43,10 @@ def piece(sequence: Sequence, text: str) -> Delta:
     )
 
 
-def last_piece(sequence: Sequence, text: str, reason: str) -> Delta:
-    """The end of a sequence: with its last token, unless it was cancelled between two."""
+def final_delta(sequence: Sequence, text: str, reason: str) -> Delta:
+    """The last delta of a sequence, with its last token unless it was cancelled."""
     done = complete(sequence, reason)
-    return Delta(text, [], done) if reason == "cancelled" else replace(piece(sequence, text), completion=done)
+    return Delta(text, [], done) if reason == "cancelled" else replace(token_delta(sequence, text), completion=done)
 
 
 def progress_of(sequence: Sequence, clock: Callable[[], float]) -> Progress:

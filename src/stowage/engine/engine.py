@@ -1,10 +1,9 @@
 """The embedded engine: prompts in, completions out, on one thread of its own.
 
-Owns what one model, its memory and its thread are made of, from opening to closing; the loop on that thread is in
-``loop``.
+Owns the model, its memory and the thread, from opening to closing; the loop of that thread is in ``loop``.
 
-A token: ``submit`` → ``Scheduler`` → ``Admissions`` (device, host, disk) → ``Runner`` → ``Sampler`` → ``Delta``; a
-finished chunk's way: ``KVManager.settle`` → ``Transfer`` → ``TieredStore`` → tiers.
+    a token:           submit → Scheduler → Admissions (device, host, disk) → Runner → Sampler → Delta
+    a complete chunk:  KVManager.cache_blocks → BlockTransfer → TieredStore → tiers
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from typing import Any
 from stowage.cache.cost_model import CostModel
 from stowage.config.memory import Memory
 from stowage.core.key import SequenceKeys
-from stowage.engine.adapters import chosen, install, memory_beside, namespace_with
+from stowage.engine.adapters import install, memory_without_adapters, namespace_for_adapter, select_adapter
+from stowage.engine.argument_checks import check_engine, check_request, prompt_list
 from stowage.engine.assembly import Parts, assemble
-from stowage.engine.border import check_request, checked_engine, listed_prompts
 from stowage.engine.completion import namespace_of, progress_of
 from stowage.engine.detokenizer import detokenizer
 from stowage.engine.grammar import Grammars
 from stowage.engine.loop import Loop
-from stowage.engine.memory_budget import left, weights_budget
+from stowage.engine.memory_budget import kv_budget, weights_budget
 from stowage.engine.prompts import Prompts
 from stowage.engine.request import Completion, Delta, Progress, Request
 from stowage.engine.sampling import Sampler, SamplingParams
@@ -103,8 +102,8 @@ class Engine:
         given = {"dtype": dtype, "tokenizer": tokenizer, "device": device, "cuda_graphs": cuda_graphs, "salt": salt}
         given |= {"deterministic": deterministic, "batch_dependent": batch_dependent, "tiers": tiers}
         given |= {"int8_activations": int8_activations}
-        own, files = checked_engine(model, memory, given), read_all(adapter)
-        self.memory = memory_beside(files, memory or Memory())
+        own, files = check_engine(model, memory, given), read_all(adapter)
+        self.memory = memory_without_adapters(files, memory or Memory())
         self._clock = time.monotonic
         here = device_of(model, device)
         exactness = exactness_of(deterministic, batch_dependent)
@@ -112,7 +111,7 @@ class Engine:
         loaded = loading.load(model, dtype, tokenizer, budget if self.memory.places_weights else None, device=here)
         self.weights, self._owns_weights = loaded.weights, loaded.owns_weights
         try:
-            self.memory = left(self.memory, self.weights, loaded.model.config)
+            self.memory = kv_budget(self.memory, self.weights, loaded.model.config)
             asked = loaded, self.memory, salt, self._clock, own, exactness
             parts = assemble(*asked, cuda_graphs=cuda_graphs, int8=int8_activations)
             self._adapters = install(loaded, files, parts)
@@ -121,7 +120,7 @@ class Engine:
             raise
         self.adapter_names: tuple[str, ...] = self._adapters.names if self._adapters is not None else ()
         self.int8_note = int8_note(loaded.model) if int8_activations else ""
-        """What rounding activations to 8 bits means for this model; empty: it is not done."""
+        """What 8-bit activations mean for this model; empty: they are off."""
         self._adapter = self.adapter_names[0] if files and not isinstance(adapter, Mapping) else ""
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         below = parts.store is not None and bool(parts.store.tiers)
@@ -130,11 +129,11 @@ class Engine:
         self._begin(parts, cost_model, eos_ids(loaded.model) | loaded.placeholders)
 
     def _begin(self, parts: Parts, cost_model: CostModel, eos: frozenset[int], threads: Any = threading) -> None:
-        """Put together who decides, over ``parts``, and begin to compute. ``threads``: see ``Loop``."""
+        """Build the scheduler over ``parts`` and start the loop. ``threads``: see ``Loop``."""
         self.store, self.parts, self.prompts = parts.store, parts, Prompts(self.tokenizer, parts.layout)
         self.sequence_tokens_max = parts.capacity.longest({pool.group.index: pool.blocks for pool in parts.pools})
-        """Tokens that one sequence may come to, without the last one drawn: the context, or what device and host memory
-        hold.
+        """Tokens that one sequence may come to, without the last one sampled: the context, or what device and host
+        memory hold.
         """
         self._cost_model, self._eos = cost_model, eos
         self.grammars = Grammars(self.tokenizer, parts.layout.vocab, eos)
@@ -160,7 +159,7 @@ class Engine:
         """
         requests: list[Request] = []
         try:
-            requests += (self.submit(prompt, params, salt=salt, adapter=adapter) for prompt in listed_prompts(prompts))
+            requests += (self.submit(prompt, params, salt=salt, adapter=adapter) for prompt in prompt_list(prompts))
             for request in requests:
                 while not request.wait(0.5):
                     pass
@@ -186,7 +185,7 @@ class Engine:
         def hand_over(delta: Delta) -> None:
             try:
                 loop.call_soon_threadsafe(pieces.put_nowait, delta)
-            except RuntimeError:  # the event loop was closed: nobody listens any more
+            except RuntimeError:  # the event loop was closed
                 self.cancel(request)
 
         request = self.submit(prompt, params, hand_over, salt=salt, adapter=adapter)
@@ -251,8 +250,8 @@ class Engine:
     def _new_sequence(
         self, prompt: Prompt, params: SamplingParams, salt: str | bytes, adapter_name: str | None
     ) -> Sequence:
-        adapter = chosen(self._adapters, self._adapter if adapter_name is None else adapter_name)
-        space = namespace_with(self.parts.namespace, adapter)
+        adapter = select_adapter(self._adapters, self._adapter if adapter_name is None else adapter_name)
+        space = namespace_for_adapter(self.parts.namespace, adapter)
         tokens = self.prompts.read(prompt)
         room = self.parts.layout.context_tokens - len(tokens) + 1
         wanted = params.structured_outputs

@@ -1,8 +1,8 @@
-"""Structured output: which tokens may come next, so that an answer is of a JSON schema, a pattern or a grammar.
+"""Structured output: restricts sampling to a JSON schema, a regular expression or a grammar.
 
-Owns the border to `llguidance`, which does the work: it needs no torch, has wheels for every Python, checks a schema
-before anything is computed, and bounds each step (microseconds; its limits of memory and work are fixed here). What is
-asked for is compiled on the caller's thread, never on the engine's; a mask changes what is drawn, nothing that is kept.
+Wraps `llguidance`: it needs no torch, has wheels for every Python, checks a schema before anything is computed, and
+bounds each step (microseconds; its limits of memory and work are set here). Grammars are compiled on the caller's
+thread, never on the engine's. A mask changes what is sampled, never what is cached.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from stowage.errors import RequestError
 __all__ = ["GrammarState", "Grammars"]
 
 KEPT: Final = 64
-"""Compiled grammars that are remembered: requests of one kind have the same."""
+"""Compiled grammars in the cache: similar requests share one."""
 SOUND_KEPT: Final = 4096
-"""Schemas that are remembered as usable, by digest."""
+"""Digests in the cache of schemas that compiled."""
 _WHITESPACE: Final = r"[ \n]{0,20}"
-"""Between the tokens of JSON: a small model that may write any number of spaces does."""
+"""Between JSON tokens. Bounded: a small model may emit spaces without end."""
 _LIMITS: Final = {
     "initial_lexer_fuel": 1_000_000,
     "max_grammar_size": 500_000,
@@ -42,7 +42,7 @@ _SHOWN_CHARACTERS: Final = 300
 
 
 class GrammarState:
-    """Where one answer stands in its grammar; while the model thinks, nowhere."""
+    """The grammar state of one answer; inactive while the model thinks."""
 
     def __init__(self, matcher: Any, thinking: Thinking | None = None) -> None:
         self._matcher = matcher
@@ -69,15 +69,15 @@ class GrammarState:
             logits[self._thinking.begin] = thought
 
     def allows(self, token: int) -> bool:
-        """Whether ``mask`` would leave ``token``: hundreds of times quicker than a mask. Raises RequestError as it."""
+        """Whether ``mask`` would allow ``token``, hundreds of times faster. Raises RequestError as ``mask``."""
         if self._is_thought(token):
             return True
         allowed = bool(self._matcher.validate_tokens([token]))
         self._check()
         return allowed
 
-    def drawn(self, token: int) -> None:
-        """``token`` was drawn. Raises RequestError as ``mask``."""
+    def accept(self, token: int) -> None:
+        """Advance by the sampled ``token``. Raises RequestError as ``mask``."""
         thinking = self._thinking
         if self._is_thought(token):
             self._thinks, self._may_think = thinking is not None and token != thinking.end, False
@@ -86,16 +86,16 @@ class GrammarState:
         self._matcher.consume_token(token)
         self._check()
 
-    def take(self, token: int) -> bool:
-        """``drawn`` if ``allows``: whether ``token`` was taken. Raises RequestError as ``mask``."""
+    def try_accept(self, token: int) -> bool:
+        """``accept`` if ``allows``; returns whether it did. Raises RequestError as ``mask``."""
         allowed = self.allows(token)
         if allowed:
-            self.drawn(token)
+            self.accept(token)
         return allowed
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing may follow."""
+    def finished(self) -> bool:
+        """Whether no further token is allowed."""
         return not self._thinks and bool(self._matcher.is_stopped())
 
     def _is_thought(self, token: int) -> bool:
@@ -108,7 +108,7 @@ class GrammarState:
 
 
 class Grammars:
-    """Of one engine. ``vocab``: rows of its logits; ``eos``: tokens that end an answer. Any thread."""
+    """Compiles and caches one engine's grammars. ``vocab``: size of its logits; ``eos``: end tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab: int, eos: frozenset[int]) -> None:
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, eos

@@ -1,10 +1,9 @@
-"""Where the KV of running sequences lies: block tables are filled, finished chunks are kept, unseen blocks are freed.
+"""The KV manager: allocates blocks to sequences, caches and stores complete chunks, frees blocks outside windows.
 
-Owns the movement between sequences, device pools and the tiered store after tokens were computed. How a sequence gets
-its first blocks is ``admission``'s business, how it leaves and comes back under pressure ``swap``'s. Never computes,
-never waits.
+Owns what moves between sequences, device pools and the tiered store after a step. ``admission`` gives a sequence its
+first blocks; ``swap`` moves it out and in under memory pressure. Never computes, never waits.
 
-    settle(sequence)       chunks complete?  -> named in the pool (device prefix cache)
+    cache_blocks(sequence) chunks complete?  -> named in the pool (device prefix cache)
                                              -> copied to an arena slot, committed (host; the store spills it further)
                            blocks unseen?    -> released (they stay findable until someone needs the room)
 """
@@ -24,7 +23,7 @@ from stowage.core.copy_plan import CopyPlan, store_plan
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.core.groups import GroupStrategy
 from stowage.engine.sequence import Phase, Sequence, snapshot_positions
-from stowage.engine.swap.host_blocks import let_go
+from stowage.engine.swap.host_blocks import release_swapped
 from stowage.errors import TransferError
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.sequence_state import SequenceState
@@ -35,9 +34,9 @@ from stowage.transfer.protocol import BlockTransfer
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the engine began. ``blocks_moved_out``: blocks of running sequences that were read from host
-    memory from then on. ``recompute_saved_s``: what computing the reused tokens would have taken,
-    as predicted when they were reused; ``tiers_waited_s``: what sequences waited for tiers, in vain too.
+    """Totals since the engine began. ``blocks_moved_out``: blocks of running sequences that were offloaded to host
+    memory. ``recompute_saved_s``: predicted time to compute the reused tokens. ``tiers_waited_s``: time that sequences
+    waited for tiers, including failed loads.
     """
 
     copies_failed: int = 0
@@ -74,28 +73,28 @@ class KVManager:
         self.counters = Counters()
         self.async_copies = AsyncCopies()
 
-    def lacking(self, sequence: Sequence, end: int) -> list[int]:
-        """Blocks of each group that ``sequence`` has to be given for its tokens up to ``end``."""
-        lacking = []
+    def missing_blocks(self, sequence: Sequence, end: int) -> list[int]:
+        """How many more blocks of each group ``sequence`` needs for its tokens up to ``end``."""
+        missing = []
         for pool in self.pools:
             if pool.group.kind is Kind.RECURRENT:
-                lacking.append(0)
+                missing.append(0)
                 continue
-            lacking.append(max(0, -(-end // pool.group.block_tokens) - len(sequence.tables[pool.group.index])))
-        return lacking
+            missing.append(max(0, -(-end // pool.group.block_tokens) - len(sequence.tables[pool.group.index])))
+        return missing
 
     def extend(self, sequence: Sequence, end: int) -> bool:
-        """Give ``sequence`` blocks for its tokens up to ``end``; all of them or none."""
-        lacking = self.lacking(sequence, end)
-        if any(count > pool.available for pool, count in zip(self.pools, lacking, strict=True)):
+        """Allocate blocks to ``sequence`` for its tokens up to ``end``; all of them or none."""
+        missing = self.missing_blocks(sequence, end)
+        if any(count > pool.available for pool, count in zip(self.pools, missing, strict=True)):
             return False
-        for pool, count in zip(self.pools, lacking, strict=True):
+        for pool, count in zip(self.pools, missing, strict=True):
             if count:
                 sequence.tables[pool.group.index].append(pool.allocate(count) or [])
         return True
 
-    def settle(self, sequence: Sequence) -> None:
-        """Keep what became complete, and free what no later query sees. Call after ``sequence.computed`` has grown."""
+    def cache_blocks(self, sequence: Sequence) -> None:
+        """Cache chunks that became complete, and free blocks that no later query sees. Call after each step."""
         sequence.extend_keys()
         for pool, strategy in zip(self.pools, self.strategies, strict=True):
             group = pool.group
@@ -103,10 +102,10 @@ class KVManager:
                 self._snapshot(sequence, pool)
                 continue
             if sequence.shared_tokens // group.chunk_tokens > sequence.stored[group.index]:
-                self._keep(sequence, pool, strategy)
-            self._free_unseen(sequence, pool, strategy)
+                self._cache_chunks(sequence, pool, strategy)
+            self._free_out_of_window(sequence, pool, strategy)
 
-    def _keep(self, sequence: Sequence, pool: BlockPool, strategy: GroupStrategy) -> None:
+    def _cache_chunks(self, sequence: Sequence, pool: BlockPool, strategy: GroupStrategy) -> None:
         group = pool.group
         table = sequence.table(group.index)
         chunks, masks = strategy.storable(sequence.shared_tokens, sequence.stored[group.index], table)
@@ -122,8 +121,8 @@ class KVManager:
         self.copy_out(pool, store_plan(group, chunks, masks, slots, table), slots)
 
     def copy_out(self, pool: BlockPool, plan: CopyPlan, slots: np.ndarray, *, private: bool = False) -> bool:
-        """Carry out a store plan into reserved ``slots`` (-1: none) and commit them when the bytes are there, or give
-        them back when a copy fails (case F2). ``private`` slots are there on return: they are read in place, too.
+        """Copy device blocks into reserved ``slots`` (-1: none) and commit these when the bytes have arrived, or abort
+        them when a copy fails (case F2). Copies into ``private`` slots are complete on return.
         """
         assert self.store is not None and self.transfer is not None
         held = slots[slots >= 0]
@@ -143,7 +142,7 @@ class KVManager:
         return True
 
     def _stored(self, slots: np.ndarray, private: bool, came: bool) -> None:
-        """The copies into reserved ``slots`` are over."""
+        """Commit or abort reserved ``slots`` after their copies."""
         assert self.store is not None
         if not came:
             self.counters.copies_failed += 1
@@ -154,7 +153,7 @@ class KVManager:
             self.store.commit(slots)
 
     def copy_in(self, pool: BlockPool, plan: CopyPlan) -> bool:
-        """Carry out a load plan; False when a copy failed, and its blocks hold nothing that may be used (case F2)."""
+        """Copy slots into device blocks; False when a copy failed: the blocks' content is invalid then (case F2)."""
         assert self.transfer is not None
         try:
             self.async_copies.loaded(self.transfer.load(plan, pool.storage))
@@ -164,12 +163,12 @@ class KVManager:
         return True
 
     def release(self, fetch: Fetch) -> None:
-        """Give back what ``fetch`` pins, as soon as the copies from it are made."""
+        """Unpin the slots of ``fetch``, as soon as the copies from them are done."""
         assert self.store is not None
         self.async_copies.when_read(partial(self.store.release, fetch))
 
     def loaded_table(self, sequence: Sequence, stay: Items[int], part: GroupChunks) -> NDArray[np.int64]:
-        """Where each block of the sequence is loaded to: of groups that ``stay`` in host memory its own number."""
+        """The block table that a load fills. Groups that ``stay`` in host memory have the identity table."""
         table = sequence.table(part.group)
         if part.group in stay:
             return np.arange(len(table))
@@ -177,9 +176,7 @@ class KVManager:
         return np.full(part.first_block + 1, table[0]) if is_state else table
 
     def load(self, sequence: Sequence, part: GroupChunks, copies: CopyPlan) -> bool:
-        """Copy chunks that were fetched to the device, where they are found from now on; False where that failed, and
-        they are refused.
-        """
+        """Copy fetched chunks to the device and cache them there; False, with the chunks refused, when a copy fails."""
         pool = self.pools[part.group]
         if copies.copies and not self.copy_in(pool, copies):
             sequence.prefix.refused.update(part.keys)
@@ -193,7 +190,7 @@ class KVManager:
             pool.name(key, blocks + [NULL_BLOCK] * (per_chunk - len(blocks)))
         return True
 
-    def _free_unseen(self, sequence: Sequence, pool: BlockPool, strategy: GroupStrategy) -> None:
+    def _free_out_of_window(self, sequence: Sequence, pool: BlockPool, strategy: GroupStrategy) -> None:
         index = pool.group.index
         first = strategy.first_live_block(sequence.computed)
         if first > sequence.freed[index]:
@@ -201,9 +198,7 @@ class KVManager:
             sequence.freed[index] = first
 
     def _snapshot(self, sequence: Sequence, pool: BlockPool) -> None:
-        """Keep the state after exactly ``computed`` tokens, if one is wanted there and it is not known
-        yet.
-        """
+        """Cache and store a snapshot of the recurrent state at ``computed``, if one is due there."""
         group = pool.group
         chunk, rest = divmod(sequence.computed, group.block_tokens)
         own = sequence.computed > sequence.shared_tokens
@@ -221,9 +216,7 @@ class KVManager:
         return sequence.computed % self.snapshot_tokens == 0 or sequence.computed in snapshot_positions(sequence, grid)
 
     def cache_state(self, pool: BlockPool, key: bytes, live: int) -> None:
-        """Copy the state in block ``live`` to a block of its own, findable as ``key``, if the pool has room to
-        spare.
-        """
+        """Copy the state in block ``live`` to a new block, cached as ``key``, if the pool has one."""
         spare = pool.allocate(1)
         if spare is None:
             return
@@ -231,22 +224,20 @@ class KVManager:
         pool.name(key, spare)
         pool.release(spare)
 
-    def vacate(self, sequence: SequenceState) -> None:
-        """Take all device blocks from ``sequence``; what is named stays findable. It keeps what it holds in host
-        memory.
-        """
+    def free_device_blocks(self, sequence: SequenceState) -> None:
+        """Free all device blocks of ``sequence``; cached chunks stay cached. Its host memory stays, too."""
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release(table.clear())
 
     def drop(self, sequence: Sequence) -> None:
-        """Take everything from ``sequence``: device blocks, and what it holds in host memory."""
-        self.vacate(sequence)
-        let_go(self.store, sequence.held)
+        """Free everything that ``sequence`` holds: device blocks and host memory."""
+        self.free_device_blocks(sequence)
+        release_swapped(self.store, sequence.held)
         sequence.held = []
 
     def check(self, sequences: Items[Sequence]) -> None:
-        """Assert that exactly the blocks in the tables of ``sequences`` are in use, and that what is offloaded is held,
-        besides the pools' own invariants.
+        """Assert that exactly the blocks in the tables of ``sequences`` are in use, that offloaded blocks have host
+        memory, and the pools' own invariants.
         """
         for sequence in sequences:
             self._check_offloaded(sequence)

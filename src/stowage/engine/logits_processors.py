@@ -1,8 +1,7 @@
-"""What a request asks to be changed about its logits before a token is drawn: grammar, bias, least length, penalties.
+"""Logits processors: grammar, logit bias, min_tokens, and penalties for repetition, frequency and presence.
 
-Owns what one sequence has drawn so far, counted by token. Everything here depends on the request's own tokens alone: so
-it is the same in every batch, after preemption, and wherever the prefix came from. In vLLM's order and with its
-definitions (`vllm/v1/sample`): grammar, bias, least length, repetition, frequency, presence.
+Owns the counts of tokens sampled so far. Everything depends on the request's own tokens alone, so it is the same in
+every batch, after preemption, and wherever the prefix came from. Order and definitions are vLLM's (`vllm/v1/sample`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ __all__ = ["LogitsProcessors", "processors_of"]
 
 
 class LogitsProcessors:
-    """Of one sequence. ``prompt``: its tokens; ``ends``: those that would end it; ``grammar``: of its answer."""
+    """The processors of one sequence. ``prompt``: its tokens; ``ends``: tokens that end it; ``grammar``: of its
+    answer.
+    """
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class LogitsProcessors:
     ) -> None:
         self._grammar = grammar
         self._params = params
-        self._drawn: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
         self._bias = _columns(dict(params.biases))
         self._ends = torch.tensor(sorted(ends), dtype=torch.long)
         self._prompt = frozenset(prompt)
@@ -43,16 +44,16 @@ class LogitsProcessors:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a grammar says what may follow."""
+        """Whether a grammar restricts the tokens."""
         return self._grammar is not None
 
     def apply(self, logits: Tensor, *, masked: bool = True) -> Tensor:
-        """The logits ``[vocab]`` to draw from; those given are not changed, and come back where nothing would change.
-        masked: without what the grammar excludes. Raises RequestError when nothing is left that may be drawn.
+        """The processed logits ``[vocab]``: a copy, or ``logits`` itself if nothing changes. ``masked``: apply the
+        grammar, too. Raises RequestError when no token is left.
         """
         params = self._params
         if not masked and not self._changes:
-            return logits  # the step has looked for what is not finite
+            return logits  # the loop has checked that they are finite
         logits = logits.clone()
         if self._grammar is not None and masked:
             self._grammar.mask(logits)
@@ -62,47 +63,47 @@ class LogitsProcessors:
         if self._count < params.min_tokens:
             logits[self._ends] = -math.inf
         if params.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(self._prompt.union(self._drawn)), dtype=torch.long)
+            seen = torch.tensor(sorted(self._prompt.union(self._counts)), dtype=torch.long)
             found = logits[seen]
             penalty = params.repetition_penalty
             logits[seen] = torch.where(found > 0, found / penalty, found * penalty)
-        if self._drawn and (params.frequency_penalty or params.presence_penalty):
-            tokens, counts = _columns(self._drawn)
+        if self._counts and (params.frequency_penalty or params.presence_penalty):
+            tokens, counts = _columns(self._counts)
             logits[tokens] -= params.frequency_penalty * counts + params.presence_penalty
-        if not np.isfinite(logits.numpy().max()):  # torch would wake a thread for so little
+        if not np.isfinite(logits.numpy().max()):  # numpy: torch would wake a thread for so little
             raise RequestError(
                 "nothing is left that may be drawn: structured_outputs, min_tokens and logit_bias exclude every token "
                 "together. Change one of them."
             )
         return logits
 
-    def drawn(self, token: int) -> None:
-        """``token`` was drawn."""
+    def accept(self, token: int) -> None:
+        """Advance by the sampled ``token``."""
         if self._grammar is not None:
-            self._grammar.drawn(token)
-        self._counted(token)
+            self._grammar.accept(token)
+        self._count_token(token)
 
-    def take(self, token: int) -> bool:
-        """``drawn`` if the grammar lets ``token`` follow: whether it does."""
-        taken = self._grammar is None or self._grammar.take(token)
+    def try_accept(self, token: int) -> bool:
+        """``accept`` if the grammar allows ``token``; returns whether it does."""
+        taken = self._grammar is None or self._grammar.try_accept(token)
         if taken:
-            self._counted(token)
+            self._count_token(token)
         return taken
 
-    def _counted(self, token: int) -> None:
+    def _count_token(self, token: int) -> None:
         self._count += 1
-        self._drawn[token] = self._drawn.get(token, 0) + 1
+        self._counts[token] = self._counts.get(token, 0) + 1
 
     @property
-    def are_over(self) -> bool:
-        """Whether the grammar lets nothing follow."""
-        return self._grammar is not None and self._grammar.is_over
+    def finished(self) -> bool:
+        """Whether the grammar allows no further token."""
+        return self._grammar is not None and self._grammar.finished
 
 
 def processors_of(
     params: SamplingParams, prompt: Sequence[int], eos: frozenset[int], grammar: GrammarState | None = None
 ) -> LogitsProcessors | None:
-    """What changes the logits of a sequence; ``None``: nothing does."""
+    """The processors that a request needs, or ``None``."""
     penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
     if not (penalties or params.biases or params.min_tokens or grammar):
         return None

@@ -1,9 +1,9 @@
 """The engine's thread: requests come in, steps are computed, completions go out.
 
-Owns the lives of requests. The scheduler and everything behind it is touched by this thread only, or under ``lock``
-while it rests. What is done for one request (drawing, text, keys, telling) ends that request alone when it raises; a
-forward that raises is tried again without the request that made it. What is nobody's request's fault ends the loop,
-with every request told; an operating error never does.
+Owns the life cycle of requests. Only this thread uses the scheduler and what is behind it; others need ``lock``.
+An error in one request's own work (sampling, text, keys, callbacks) ends that request alone. When a forward raises, its
+sequences are retried one by one to find the one at fault. Any other bug stops the loop and fails every open request; an
+operating error (``StowageError``) never stops it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from stowage import openmp
 from stowage.cache.cost_model import CostModel
 from stowage.cache.store import TieredStore
-from stowage.engine.completion import is_over, last_piece, piece
+from stowage.engine.completion import final_delta, finish_reason, token_delta
 from stowage.engine.kv_manager import KVManager
 from stowage.engine.request import Delta, Request
 from stowage.engine.sampling import check_logits
@@ -30,27 +30,27 @@ from stowage.errors import RequestError, StowageError
 from stowage.executor.batch import Work
 from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.runner import Runner
-from stowage.executor.sequence_state import sequence_on_trial, take_blocks
+from stowage.executor.sequence_state import probe_sequence, take_blocks
 
 logger = logging.getLogger("stowage.engine")
 REQUESTS_MAX = 1 << 16
-"""Requests that may be open at once: more are refused, because a queue without a limit only hides the trouble."""
+"""Open requests at once; more are refused, because an unbounded queue only hides overload."""
 CHECK_EVERY_S = 30.0
-"""An engine that has become idle verifies its invariants, at most this often."""
+"""An idle engine verifies its invariants at most this often."""
 _LOADING_WAIT_S = 0.005
-"""Longest wait for a tier while something is loaded: what it is worth to wait for runs out by itself. Waits for host
-memory that tiers write from begin with it, too; each is twice as long, up to `_IDLE_WAIT_S`."""
+"""Longest wait for a tier while something is loading (loads have deadlines of their own). Waits for tiers to free host
+memory start at this value, and double up to `_IDLE_WAIT_S`."""
 _IDLE_WAIT_S = 0.05
 """Longest wait while tiers write."""
 _EXIT_S = 10.0
-"""Longest wait for the thread when the process ends with the engine open."""
-_TELLERS = 32
-"""Threads that call ``on_delta`` of what was open when the engine stopped: one that blocks holds up nobody else."""
+"""Longest wait for the thread at process exit with the engine open."""
+_NOTIFIERS_MAX = 32
+"""Threads that report a stopped engine to open requests, so that one blocking ``on_delta`` does not delay the rest."""
 
 
 class Loop:
-    """Runs from the moment it is made. ``eos``: tokens that end a sequence. ``threads``: what locks, conditions and
-    threads are made of (a simulator plays its own). ``closing``: nothing new is taken.
+    """Runs from construction on. ``eos``: tokens that end a sequence. ``threads``: the source of locks, conditions and
+    threads (the simulator has its own). ``closing``: new requests are refused.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Loop:
         self.open: dict[int, tuple[Request, Sequence]] = {}
         self.closing = False
         self._inbox: list[tuple[Request, Sequence]] = []
-        self._news = threads.Condition()
+        self._wakeup = threads.Condition()
         self._checked_s = clock()
         self._memory_wait_s = _LOADING_WAIT_S
         self._broken: BaseException | None = None
-        _leave_cores()
+        _release_cores()
         self.thread = threads.Thread(target=self._run, name="stowage-engine", daemon=True)
         self.thread.start()
         self._process = os.getpid()
@@ -99,8 +99,8 @@ class Loop:
 
     def submit(self, request: Request, sequence: Sequence) -> None:
         """Raises StowageError when it has ended, RequestError when too many requests are open."""
-        _leave_cores()
-        with self._news:
+        _release_cores()
+        with self._wakeup:
             if self._broken is not None:
                 raise StowageError(f"the engine has stopped: {self._broken}") from self._broken
             if self.closing:
@@ -108,26 +108,26 @@ class Loop:
             if len(self._inbox) + len(self.open) >= REQUESTS_MAX:
                 raise RequestError(f"{REQUESTS_MAX} requests are open already; wait for some to end.")
             self._inbox.append((request, sequence))
-            self._rouse()
+            self._wake()
 
     def cancel(self, request: Request) -> None:
         """``request`` ends when the running step is done."""
-        with self._news:
+        with self._wakeup:
             request.cancelled = True
-            self._rouse()
+            self._wake()
 
     def end(self) -> bool:
-        """Take nothing new, and cancel what runs; False when that was said before."""
-        with self._news:
+        """Refuse new requests and cancel running ones; False when it was called before."""
+        with self._wakeup:
             if self.closing:
                 return False
             self.closing = True
-            self._rouse()
+            self._wake()
             return True
 
     def _at_exit(self) -> None:
-        """The process ends with the engine open: a thread that Python ends inside a library's code may abort it. A
-        fork's child has no thread, and perhaps a lock that is held for ever.
+        """Stop the thread before Python does: killed inside a library's code, it may abort the process. Not in a forked
+        child: it has no such thread, and may have inherited a held lock.
         """
         if os.getpid() == self._process:
             self.end()
@@ -142,15 +142,15 @@ class Loop:
 
     # inside
 
-    def _rouse(self) -> None:
-        """There is news for the loop, which may be waiting for that or for a tier."""
-        self._news.notify()
+    def _wake(self) -> None:
+        """Wake the loop, whether it waits for requests or for a tier."""
+        self._wakeup.notify()
         if self._store is not None:
-            self._store.rouse()
+            self._store.wake()
 
     def _run(self) -> None:
         try:
-            while self._rest():
+            while self._wait_for_work():
                 with self.lock:
                     self._accept()
                     self._end_cancelled()
@@ -165,26 +165,28 @@ class Loop:
             self._broken = error
         finally:
             atexit.unregister(self._at_exit)
-            self._tell_all()
+            self._fail_open_requests()
 
-    def _tell_all(self) -> None:
-        """The loop has ended: so have all requests that are still open, because a bug ended it."""
-        with self._news:
+    def _fail_open_requests(self) -> None:
+        """A bug ended the loop: fail all requests that are still open."""
+        with self._wakeup:
             arrived, self._inbox = self._inbox, []
-        told = [request for request, _ in [*self.open.values(), *arrived]]
+        failed = [request for request, _ in [*self.open.values(), *arrived]]
         self.open.clear()
         error = StowageError(f"the engine stopped: {self._broken!r}")
         error.__cause__ = self._broken
-        for request in told:
+        for request in failed:
             request.end(error)
-        listening = deque(request for request in told if request.on_delta is not None)
+        listening = deque(request for request in failed if request.on_delta is not None)
         try:
-            for _ in range(min(_TELLERS, len(listening))):
-                self._threads.Thread(target=_tell, args=(listening, error), name="stowage-tell", daemon=True).start()
-        except RuntimeError:  # no more threads are to be had
-            _tell(listening, error)
+            for _ in range(min(_NOTIFIERS_MAX, len(listening))):
+                self._threads.Thread(
+                    target=_deliver_error, args=(listening, error), name="stowage-tell", daemon=True
+                ).start()
+        except RuntimeError:  # cannot start more threads
+            _deliver_error(listening, error)
 
-    def _rest(self) -> bool:
+    def _wait_for_work(self) -> bool:
         """Poll the store, and wait until there is something to do; False when closing."""
         while True:
             with self.lock:
@@ -193,12 +195,12 @@ class Loop:
                     self._store is not None and not self._store.flush(0.0)
                 )
                 self._check_if_idle()
-            with self._news:
+            with self._wakeup:
                 if self.closing:
                     return False
                 if self._inbox or self._scheduler.busy:
                     return True
-                self._news.wait(_IDLE_WAIT_S if spilling else None)
+                self._wakeup.wait(_IDLE_WAIT_S if spilling else None)
 
     def _check_if_idle(self) -> None:
         now_s = self._clock()
@@ -207,11 +209,11 @@ class Loop:
             self.check()
 
     def _accept(self) -> None:
-        with self._news:
+        with self._wakeup:
             arrived, self._inbox = self._inbox, []
         for request, sequence in arrived:
             self.open[sequence.id] = (request, sequence)
-            with self._alone(sequence):
+            with self._isolated(sequence):
                 self._scheduler.add(sequence)
 
     def _end_cancelled(self) -> None:
@@ -219,14 +221,12 @@ class Loop:
 
     def _finish_all(self, ended: list[tuple[Request, Sequence]]) -> None:
         for request, sequence in ended:
-            with self._alone(sequence):
+            with self._isolated(sequence):
                 self._finish(request, sequence, "cancelled")
 
     @contextmanager
-    def _alone(self, sequence: Sequence) -> Iterator[None]:
-        """What goes wrong in here ends the request of ``sequence``, and nobody else's, if everything else is in order
-        then.
-        """
+    def _isolated(self, sequence: Sequence) -> Iterator[None]:
+        """An error in here ends the request of ``sequence`` alone, provided that the scheduler's invariants hold."""
         try:
             yield
         except StowageError as error:
@@ -234,18 +234,18 @@ class Loop:
             self._end(sequence, error)
         except BaseException as error:
             logger.warning("a request failed", exc_info=True, extra={"stowage_event": "fault"})
-            self._end(sequence, _own(error))
+            self._end(sequence, _request_error(error))
             self._scheduler.check()
 
     def _step(self) -> float:
-        """Compute what is next. Where nothing can be before a tier has done more: the longest wait for one, which what
-        it has done ends, and so does a request.
+        """Compute the next step. Returns how long to wait for a tier before the next one, at most: 0 unless all
+        sequences depend on a tier. A new request ends the wait, too.
         """
         self._kv_manager.async_copies.collect()
         work = self._scheduler.schedule()
         self._end_failed()
         if not work:
-            if len(self._kv_manager.async_copies):  # which hold what somebody may be waiting for
+            if len(self._kv_manager.async_copies):  # they hold memory that a sequence may be waiting for
                 self._kv_manager.async_copies.collect(wait=True)
             elif self._scheduler.loading:
                 return _LOADING_WAIT_S
@@ -266,17 +266,17 @@ class Loop:
             return
         except Exception as error:
             logger.warning("a forward of %d raised", len(work), exc_info=True, extra={"stowage_event": "fault"})
-            self._find_culprit(work, error)
+            self._retry_alone(work, error)
             return
         elapsed_s = self._clock() - began_s
         tokens = sum(w.count for w in work)
         counters = self._kv_manager.counters
         counters.tokens_computed += tokens
         counters.prompt_tokens_computed += sum(w.prompt_tokens for w in work)
-        if tokens > 2 * len(work) or len(work) == 1:  # many single tokens say nothing about a prompt of that length
+        if tokens > 2 * len(work) or len(work) == 1:  # a large decode batch says nothing about prefill speed
             self._cost_model.computed(tokens, elapsed_s)
         for item, logits in zip(work, outputs, strict=True):
-            self._advance(item, logits)
+            self._process_output(item, logits)
 
     def _end_failed(self) -> None:
         """End the requests that cannot go on."""
@@ -289,56 +289,56 @@ class Loop:
         for item in work:
             self._end(sequence_of(item), error)
 
-    def _find_culprit(self, work: list[Work], error: Exception) -> None:
-        """A forward raised. Of several requests each is tried by itself; one by itself ends, and if not even a token
-        that nobody asked for can be computed then, it was not its fault: raises what that raised.
+    def _retry_alone(self, work: list[Work], error: Exception) -> None:
+        """A forward raised. Several sequences are retried one by one. A single one ends with the error; then a dummy
+        token is computed, and if that raises too, the model itself is broken: the error stops the loop.
         """
         if len(work) > 1:
-            self._scheduler.separate(work)
+            self._scheduler.isolate(work)
             self._scheduler.check()
             return
-        self._scheduler.found()
-        self._end(sequence_of(work[0]), _own(error))
+        self._scheduler.end_isolation()
+        self._end(sequence_of(work[0]), _request_error(error))
         self._scheduler.check()
-        self._try_model()
+        self._check_model()
 
-    def _try_model(self) -> None:
-        """Compute a token that nobody asked for."""
+    def _check_model(self) -> None:
+        """Compute one dummy token; raises what the model raises."""
         pools = self._kv_manager.pools
         if any(not pool.available for pool in pools):
             return
-        sequence = sequence_on_trial(-1, [0], self._kv_manager.layout.groups)
+        sequence = probe_sequence(-1, [0], self._kv_manager.layout.groups)
         take_blocks(sequence, pools, 1)
         try:
-            with suppress(StowageError):  # weights that could not be delivered say nothing of the model
+            with suppress(StowageError):  # weights that could not be delivered are no fault of the model
                 self._runner.run([Work(sequence, 0, 1)])
         finally:
-            self._kv_manager.vacate(sequence)
+            self._kv_manager.free_device_blocks(sequence)
 
     def _end(self, sequence: Sequence, error: StowageError) -> None:
-        """End one request with its error; what it has is given back."""
+        """End one request with an error, and free its memory."""
         self._scheduler.finish(sequence)
         self.open.pop(sequence.id)[0].deliver(Delta("", [], error=error))
 
-    def _advance(self, work: Work, logits: Any) -> None:
+    def _process_output(self, work: Work, logits: Any) -> None:
         sequence = sequence_of(work)
-        with self._alone(sequence):
-            check_logits(logits)  # before anything of the step is kept: its keys and values may be no numbers either
+        with self._isolated(sequence):
+            check_logits(logits)  # before the step's KV is cached: it may have NaN, too
             sequence.computed += work.count
             sequence.extend_keys()
         if sequence.id in self.open:
-            self._kv_manager.settle(sequence)
-            with self._alone(sequence):
-                self._say(work, logits)
+            self._kv_manager.cache_blocks(sequence)
+            with self._isolated(sequence):
+                self._sample(work, logits)
 
-    def _say(self, work: Work, logits: Any) -> None:
-        """Draw the next token, if it is known, and tell it."""
+    def _sample(self, work: Work, logits: Any) -> None:
+        """Sample the next token, if all tokens before it are computed, and deliver it."""
         sequence = sequence_of(work)
         if work.every_logit:
             sequence.score(work.start, logits)
         if sequence.computed < len(sequence.tokens):
             return
-        token, report = sequence.sampler.draw(logits[-1])
+        token, report = sequence.sampler.sample(logits[-1])
         sequence.tokens.append(token)
         if report is not None:
             sequence.logprobs.append(report)
@@ -346,34 +346,34 @@ class Loop:
             sequence.times.first_token_s = self._clock()
         text = "" if token in self._eos and not sequence.params.ignore_eos else sequence.text.push(token)
         request = self.open[sequence.id][0]
-        reason = is_over(sequence, token, self._eos)
+        reason = finish_reason(sequence, token, self._eos)
         if reason:
             self._finish(request, sequence, reason, text)
         elif request.on_delta is not None:
-            request.deliver(piece(sequence, text))
+            request.deliver(token_delta(sequence, text))
 
     def _finish(self, request: Request, sequence: Sequence, reason: str, text: str = "") -> None:
         self._scheduler.finish(sequence)
         sequence.times.finished_s = self._clock()
-        last = last_piece(sequence, text + sequence.text.finish(), reason)
+        last = final_delta(sequence, text + sequence.text.finish(), reason)
         del self.open[sequence.id]
         request.deliver(last)
 
 
-def _own(cause: BaseException) -> StowageError:
-    """What a request is told that something has gone wrong for, and for no other one."""
+def _request_error(cause: BaseException) -> StowageError:
+    """The error of a request that failed alone."""
     error = StowageError(f"this request failed ({cause!r}), and no other one with it; the log has the traceback.")
     error.__cause__ = cause
     return error
 
 
-def _tell(listening: deque[Request], error: StowageError) -> None:
+def _deliver_error(listening: deque[Request], error: StowageError) -> None:
     while listening:
-        with suppress(IndexError):  # another one took it
+        with suppress(IndexError):  # another thread took it
             listening.popleft().deliver(Delta("", [], error=error))
 
 
-def _leave_cores() -> None:
-    """To the loop: idle threads of the calling one, which may have computed too, would be in its way (``openmp``)."""
+def _release_cores() -> None:
+    """Free the cores of the calling thread's idle OpenMP team, which would compete with the loop's (``openmp``)."""
     if openmp.waits_briefly():
         openmp.release_team()

@@ -1,8 +1,7 @@
-"""How a machine's memory is divided between weights, KV and what a step computes with.
+"""Divides memory budgets between weights, KV cache and activations.
 
-Owns the arithmetic, for people who state one budget: ``device_memory`` holds weights, the KV pool and a step's
-activations; ``host_memory`` the weights that do not fit there, and the arena; ``disk`` weights in another form than the
-checkpoint's, and segments.
+``device_memory`` holds weights, the KV pool and a step's activations; ``host_memory`` offloaded weights and the arena;
+``disk`` weights in another format than the checkpoint's, and segments.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
     from stowage.weights.loading import Budget
     from stowage.weights.source import WeightSource
 
-__all__ = ["activation_bytes", "left", "weights_budget"]
+__all__ = ["activation_bytes", "kv_budget", "weights_budget"]
 
 _HIDDEN_COPIES, _INNER_COPIES, _LOGIT_COPIES, _BYTES = 8, 4, 3, 4
-"""Of a token's hidden state, of what an MLP widens it to, of a row of logits: alive at once, in float32, generously."""
+"""Float32 copies that are live at once, at most: of a token's hidden state, of its MLP activations, of its logits."""
 
 
 def weights_budget(memory: Memory, carrier: Carrier | None, config: Any, adapters_bytes: int = 0) -> Budget:
-    """What of ``memory``, from which adapters have taken theirs, the weights of a model with ``config`` may take, which
-    ``carrier`` brings to its device. It may be nothing, which is refused with what they need.
+    """What weights may take of ``memory`` (which is without the adapters'), for a model with ``config``. ``carrier``:
+    what copies them to the device. It may be 0: placing then fails with what is needed.
     """
     from stowage.weights.loading import Budget
 
@@ -43,7 +42,7 @@ def weights_budget(memory: Memory, carrier: Carrier | None, config: Any, adapter
 
 
 def _more(memory: Memory, steps: int, adapters: int, weights: int) -> str:
-    """What to do where weights need so many bytes beside KV, adapters and ``steps``, which a step computes with."""
+    """The advice of the error when ``weights`` bytes do not fit beside KV, ``adapters`` and activations (``steps``)."""
     beside = steps + weights
     kv_bytes = memory.kv_cache_memory_bytes
     if memory.kv_cache_memory == AUTO:  # which grows with the device
@@ -58,9 +57,7 @@ def _more(memory: Memory, steps: int, adapters: int, weights: int) -> str:
 
 
 def activation_bytes(memory: Memory, config: Any) -> int:
-    """What one step computes with besides weights and KV, at most, roughly: it is in no pool, and counts all the
-    same.
-    """
+    """A rough upper bound of one step's activations. They are in no pool, but count as device memory."""
     text = config.get_text_config()
     hidden = int(text.hidden_size)
     each = int(getattr(text, "moe_intermediate_size", None) or 0) * int(getattr(text, "num_experts_per_tok", None) or 0)
@@ -70,9 +67,9 @@ def activation_bytes(memory: Memory, config: Any) -> int:
     return _BYTES * (tokens + _LOGIT_COPIES * memory.max_num_seqs * int(text.vocab_size))
 
 
-def left(memory: Memory, source: WeightSource | None, config: Any) -> Memory:
-    """What ``source``'s weights leave of ``memory`` for KV: below the device, and on it where the pool's size is for us
-    to choose. ``config``: the model's. Raises BudgetError when it cannot work.
+def kv_budget(memory: Memory, source: WeightSource | None, config: Any) -> Memory:
+    """What ``source``'s weights leave of ``memory`` for KV in host memory and on disk, and on the device if its pool is
+    sized automatically. ``config``: the model's. Raises BudgetError when nothing is left.
     """
     if source is None:
         return memory

@@ -1,8 +1,8 @@
-"""Sequences that are computed while tiers bring the end of their prefix: the engine's side of it.
+"""Overlapped loads: compute the front of a prefix while tiers load its end.
 
-Owns overlapped loads under way (``cache.overlapped_load`` says what each asks for and how far a step goes), and joins
-what has arrived with what was computed: nothing is copied to the device before the gap is closed. The sequence runs all
-the while. Never waits for a tier.
+Owns the loads in flight; ``cache.overlapped_load`` decides what each fetches and how far a step computes. Fetched
+chunks are copied to the device only when computing has reached them. The sequence runs meanwhile. Never waits for a
+tier.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from stowage.engine.sequence import Phase, Sequence
 
 @dataclass(slots=True)
 class Overlapped:
-    """``tells``: whether what is reused is told to who asked."""
+    """``reports``: whether the request's ``reused_tokens`` count what is loaded."""
 
     sequence: Sequence
     load: OverlappedLoad
-    tells: bool
+    reports: bool
 
 
 class OverlappedLoads:
-    """Those under way. ``step``: forwards end at multiples of it."""
+    """Loads in flight. ``step``: forwards end at multiples of it."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class OverlappedLoads:
     def __len__(self) -> int:
         return len(self._open)
 
-    def begin(self, sequence: Sequence, end: int, *, tells: bool) -> None:
-        """Load what lies before ``end``, while ``sequence``, which runs, is computed."""
+    def begin(self, sequence: Sequence, end: int, *, reports: bool) -> None:
+        """Load chunks backwards from ``end``, while ``sequence``, which runs, is computed."""
         self._kv_manager.counters.overlapped_loads += 1
         load = self._planner.overlap(sequence.keys, sequence.computed, end, self._step, self._clock())
-        self._open[sequence.id] = Overlapped(sequence, load, tells)
+        self._open[sequence.id] = Overlapped(sequence, load, reports)
 
     def poll(self) -> list[Sequence]:
-        """Join what has met; return the sequences that cannot go on from where they are, because a copy failed: they
-        have lost all they had, and begin anew.
+        """Join loads that computing has reached. Returns sequences whose copies failed: they lost all blocks and are
+        recomputed.
         """
         lost = []
         for one in list(self._open.values()):
@@ -69,14 +69,14 @@ class OverlappedLoads:
         return lost
 
     def tokens(self, sequence: Sequence, count: int) -> int:
-        """How many of the next ``count`` tokens of ``sequence`` a step is to compute; 0: what comes next is worth
-        waiting for.
+        """How many of the next ``count`` tokens of ``sequence`` a step should compute; 0: loading the rest is
+        faster.
         """
         one = self._open.get(sequence.id)
         return count if one is None else one.load.tokens(sequence.computed, count, self._clock())
 
     def drop(self, sequence: Sequence) -> None:
-        """End the overlapped load of ``sequence``, if it has one; it is computed from where it is."""
+        """End the overlapped load of ``sequence``, if it has one; the rest is computed."""
         one = self._open.pop(sequence.id, None)
         if one is None:
             return
@@ -85,13 +85,13 @@ class OverlappedLoads:
             self._kv_manager.release(fetch)
 
     def _join(self, one: Overlapped) -> bool:
-        """Go on behind what has arrived. False when a copy failed. Where the device has no room, it is computed."""
+        """Copy what was loaded and continue behind it; compute it if the device has no room. False: a copy failed."""
         sequence, kv_manager, end = one.sequence, self._kv_manager, one.load.end
         fresh = []
         for pool, strategy in zip(kv_manager.pools, kv_manager.strategies, strict=True):
             first = max(strategy.needed_blocks(end).start, len(sequence.tables[pool.group.index]))
-            lacking = 0 if pool.group.kind is Kind.RECURRENT else max(0, end // pool.group.block_tokens - first)
-            fresh.append(lacking)
+            missing = 0 if pool.group.kind is Kind.RECURRENT else max(0, end // pool.group.block_tokens - first)
+            fresh.append(missing)
         if any(count > pool.available for pool, count in zip(kv_manager.pools, fresh, strict=True)):
             self.drop(sequence)
             return True
@@ -104,11 +104,11 @@ class OverlappedLoads:
         computed, sequence.computed = sequence.computed, end
         self._account(one, end - computed)
         self.drop(sequence)
-        kv_manager.settle(sequence)
+        kv_manager.cache_blocks(sequence)
         return True
 
     def _grow(self, sequence: Sequence, fresh: list[int], end: int) -> None:
-        """Blocks up to ``end``, with holes where nothing is needed."""
+        """Grow the block tables to ``end``, with holes where no block is needed."""
         for pool, count in zip(self._kv_manager.pools, fresh, strict=True):
             table = sequence.tables[pool.group.index]
             if pool.group.kind is Kind.RECURRENT:
@@ -117,7 +117,7 @@ class OverlappedLoads:
             table.append([NULL_BLOCK] * max(0, holes) + (pool.allocate(count) or []))
 
     def _load(self, one: Overlapped) -> bool:
-        """Copy what has arrived; what was computed stays as it is."""
+        """Copy fetched chunks behind the computed ones."""
         sequence, load = one.sequence, one.load
         table = partial(self._kv_manager.loaded_table, sequence, ())
         copies = self._planner.copies(sequence.prefix, load.end, load.fetched(sequence.computed), table)
@@ -132,7 +132,7 @@ class OverlappedLoads:
         counters, sequence, store = self._kv_manager.counters, one.sequence, self._kv_manager.store
         counters.tokens_reused += tokens
         counters.recompute_saved_s += self._cost_model.recompute_s(tokens) or 0.0
-        if one.tells:
+        if one.reports:
             assert store is not None
             name = ["host", *(tier.name for tier in store.tiers)][one.load.main_source()]
             sequence.reused = sequence.reused | {name: sequence.reused.get(name, 0) + tokens}

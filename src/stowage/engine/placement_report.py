@@ -1,4 +1,4 @@
-"""What lies where: weights and KV of a running engine by tier, for people and for ``--json``."""
+"""Reports what each tier of a running engine holds, weights and KV, for people and for ``--json``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from stowage.weights.source import WeightSource
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """One thing in one tier: ``capacity_bytes`` is what it may take, ``tokens`` how many tokens of KV fit there (0: not
-    KV).
-    """
+    """One use of one tier. ``capacity_bytes``: its size; ``tokens``: how many tokens of KV fit there (0: not KV)."""
 
     tier: str
     what: str

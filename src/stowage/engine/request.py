@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: a request's handle, pieces of text, a finished completion."""
+"""A request's handle, its deltas, its progress and its completion."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Request:
         return self.completion
 
     def deliver(self, delta: Delta) -> None:
-        """Hand a piece to whoever listens; called by the engine. Never raises: when ``on_delta`` does, it is not called
+        """Pass a delta to ``on_delta``; called by the engine. Never raises: an ``on_delta`` that raises is not called
         again, and the engine cancels the request before the next step.
         """
         over = delta.completion is not None or delta.error is not None
@@ -117,7 +117,7 @@ class Request:
         try:
             if self.on_delta is not None:
                 self.on_delta(delta)
-        except BaseException as error:  # whatever it is, it must not reach the engine, which others use too
+        except BaseException as error:  # it must not stop the engine, which other requests use
             logger.warning("on_delta raised: its request ends", exc_info=True, extra={"stowage_event": "on-delta"})
             self.on_delta, self.cancelled = None, True
             self.error = self.error or _raised(error)
@@ -125,7 +125,7 @@ class Request:
             self._done.set()
 
     def end(self, error: StowageError) -> None:
-        """End with ``error`` for whoever waits, before anybody's ``on_delta`` is called."""
+        """Wake waiting threads with ``error``, before any ``on_delta`` is called."""
         self.error = self.error or error
         self._done.set()
 

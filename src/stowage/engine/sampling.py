@@ -1,9 +1,8 @@
-"""From logits to tokens: greedy or sampled, reproducible by seed.
+"""Sampling: from logits to tokens, greedy or random, reproducible by seed.
 
-Owns one random generator per sequence, so that what a sequence draws never depends on its
-neighbours, on preemption or on how its prefix arrived. Filters apply in the order temperature, top-k, top-p (Holtzman
-et al., arXiv:1904.09751), min-p (Nguyen et al., arXiv:2407.01082), which is the order of Transformers' own logits
-processors.
+Each sequence has its own random generator, so its tokens depend neither on other sequences, nor on preemption, nor on
+where its prefix came from. Filters apply in the order of Transformers' logits processors: temperature, top-k, top-p
+(Holtzman et al., arXiv:1904.09751), min-p (Nguyen et al., arXiv:2407.01082).
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def logprobs_of(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogpro
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raises ModelError for a row of ``logits`` ``[rows, vocab]`` that says nothing: with a NaN, with plus infinity, or
-    with minus infinity everywhere. Minus infinity at some tokens says that those are never drawn.
+    """Raises ModelError for a row of ``logits`` ``[rows, vocab]`` with NaN, plus infinity, or minus infinity
+    everywhere. Minus infinity at some tokens is fine: they are never sampled.
     """
     highest = [row.max() for row in logits.numpy()]  # numpy: torch wakes a thread for so little, which takes longer
     if not all(map(math.isfinite, highest)):
@@ -54,8 +53,8 @@ def check_logits(logits: Tensor) -> None:
 
 
 class Sampler:
-    """Draws the tokens of one sequence. ``prompt``: its tokens; ``eos``: those that end a sequence of this model;
-    ``grammar``: of the answer.
+    """Samples the tokens of one sequence. ``prompt``: its tokens; ``eos``: the model's end-of-sequence tokens;
+    ``grammar``: that of the answer.
     """
 
     def __init__(
@@ -74,45 +73,49 @@ class Sampler:
             self._generator.manual_seed(params.seed)
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing may follow what was drawn."""
-        return self._processors is not None and self._processors.are_over
+    def finished(self) -> bool:
+        """Whether the grammar allows no further token."""
+        return self._processors is not None and self._processors.finished
 
-    def draw(self, logits: Tensor) -> tuple[int, TokenLogprob | None]:
+    def sample(self, logits: Tensor) -> tuple[int, TokenLogprob | None]:
         """The next token from ``logits`` ``[vocab]``, float32, with its log-probability when asked for."""
-        token = self._pick(logits) if self._processors is None else self._pick_allowed(logits, self._processors)
+        token = (
+            self._sample_from(logits)
+            if self._processors is None
+            else self._sample_constrained(logits, self._processors)
+        )
         if not self.params.logprobs:
             return token, None
         return token, logprobs_of(logits[None], [token], self.params.logprobs)[0]
 
-    def _pick(self, logits: Tensor) -> int:
+    def _sample_from(self, logits: Tensor) -> int:
         if self.params.temperature == 0:
             return int(logits.numpy().argmax())
         return int(torch.multinomial(self._filtered(logits), 1, generator=self._generator))
 
-    def _pick_allowed(self, logits: Tensor, processors: LogitsProcessors) -> int:
-        """Draws a token and counts it as drawn. A mask costs much, so it is drawn without one where that is the same.
-        It is if the grammar allows what was drawn: the likeliest of all tokens is then the likeliest of those allowed.
-        So it is of sampling too, where the least of exponential variables wins (PyTorch's `multinomial` of one), unless
-        filters look at other tokens.
+    def _sample_constrained(self, logits: Tensor, processors: LogitsProcessors) -> int:
+        """Sample a token that the grammar allows, and count it. Masks are slow, so first sample without one: if the
+        grammar allows that token, it is the one that masking would give. This holds for the argmax, and for PyTorch's
+        `multinomial` of one (the least of exponential variables wins), unless top-k, top-p or min-p look at other
+        tokens.
         """
         params = self.params
         filtered = params.top_k or params.top_p < 1 or params.min_p
         if processors.has_grammar and (params.temperature == 0 or not filtered):
             state = self._generator.get_state() if params.temperature else None
-            token = self._pick(processors.apply(logits, masked=False))
-            if processors.take(token):
+            token = self._sample_from(processors.apply(logits, masked=False))
+            if processors.try_accept(token):
                 return token
             if state is not None:
                 self._generator.set_state(state)
-        token = self._pick(processors.apply(logits))
-        processors.drawn(token)
+        token = self._sample_from(processors.apply(logits))
+        processors.accept(token)
         return token
 
     def _filtered(self, logits: Tensor) -> Tensor:
         """Probabilities ``[vocab]`` after temperature and filters."""
         params = self.params
-        # The likeliest is 0 whatever the temperature, and others at worst minus infinity: no overflow, no NaN.
+        # Subtracting the maximum first: no overflow and no NaN at any temperature.
         scaled = ((logits.double() - logits.max()) / params.temperature).float()
         if 0 < params.top_k < scaled.numel():
             least = scaled.topk(params.top_k).values[-1]
@@ -120,7 +123,7 @@ class Sampler:
         if params.top_p < 1:
             ordered, order = scaled.softmax(-1).sort(descending=True)
             beyond = ordered.cumsum(-1) - ordered >= params.top_p
-            beyond[0] = False  # where top_p is less than a float32 can say
+            beyond[0] = False  # top_p may round to 0 in float32
             scaled = scaled.index_fill(0, order[beyond], -math.inf)
         probabilities = scaled.softmax(-1)
         if params.min_p > 0:

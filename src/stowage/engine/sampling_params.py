@@ -1,4 +1,4 @@
-"""How a completion is drawn and when it ends: the parameters, with their types and ranges.
+"""How a completion is sampled and when it ends: the parameters, with their types and ranges.
 
 Owns nothing but the checks. What they mean is in ``sampling`` (drawing), ``logits_processors`` and ``completion``.
 """
@@ -96,7 +96,7 @@ def _structure(name: str, value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a completion is drawn and when it ends.
+    """How a completion is sampled and when it ends.
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch a filter off. ``seed`` ``None`` draws
     anew each time. ``logprobs`` n > 0 reports the chosen token's log-probability and the n likeliest of the unfiltered
@@ -109,7 +109,7 @@ class SamplingParams:
     ``logit_bias`` is added to the logits of single tokens (-100 to 100). What the answer has already gets less likely
     by ``presence_penalty`` (once) and ``frequency_penalty`` (each time; both -2 to 2, 0 off, as OpenAI defines them);
     what prompt or answer have, by ``repetition_penalty`` (0.01 to 10, 1 off; Keskar et al., arXiv:1909.05858).
-    Only tokens that ``structured_outputs`` allows are drawn. Log-probabilities are those of the model, before all of
+    Only tokens that ``structured_outputs`` allows are sampled. Log-probabilities are those of the model, before all of
     this. ``skip_special_tokens`` false: special tokens are part of the text, but for the one that ends it.
 
     Raises ``RequestError`` for a value of the wrong type or out of range, with the field's name.

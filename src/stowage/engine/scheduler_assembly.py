@@ -1,4 +1,4 @@
-"""Puts together who decides what an engine computes next, from its parts: KV manager, admission, swap, scheduler."""
+"""Builds the scheduler of an engine from its parts, with KV manager, admission and swap."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""One request while it lives: what is asked of it, how far it is, its keys, and what it holds.
+"""The engine's state of one request: parameters, tokens, progress, keys and block tables.
 
-Never allocates or frees blocks (``kv_manager`` does), never decides what
-runs next (``scheduler`` does).
+Never allocates or frees blocks (``kv_manager`` does), never decides what runs next (``scheduler`` does).
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ class Sequence(SequenceState):
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     own_from: int = sys.maxsize
-    """From this position on its state is its own: others are not to reuse it, nor it theirs (``exactness``)."""
+    """From this position on its KV is not shared with other sequences, in either direction (``exactness``)."""
     unscored: int = sys.maxsize
-    """The first prompt token whose log-probability is wanted and not known yet; beyond the prompt: none is."""
+    """The first prompt token whose log-probability is still to be computed; beyond the prompt: none is."""
     times: Times = field(default_factory=Times)
     preemptions: int = 0
     exact: bool = False
@@ -77,7 +76,7 @@ class Sequence(SequenceState):
 
     @property
     def length_max(self) -> int:
-        """Tokens that the sequence can come to; the last one drawn is never computed."""
+        """Tokens that the sequence can come to; the last one sampled is never computed."""
         return self.prompt_tokens + self.new_tokens_max - 1
 
     def __post_init__(self) -> None:
@@ -87,26 +86,26 @@ class Sequence(SequenceState):
 
     @property
     def scoring(self) -> bool:
-        """Whether log-probabilities of the prompt are still to be found: then the logits of every token are needed."""
+        """Whether prompt log-probabilities are still to be computed, which need the logits of every token."""
         return self.unscored < self.prompt_tokens
 
     @property
     def reusable_tokens(self) -> int:
-        """Of how many tokens all but the last may come from a cache: what is to be scored must be computed."""
+        """How many tokens, less the last, may come from a cache. Tokens to be scored must be computed."""
         return self.unscored if self.scoring else min(len(self.tokens), self.own_from + 1)
 
     @property
     def shared_tokens(self) -> int:
-        """Of how many computed tokens the state may be reused by others."""
+        """How many computed tokens other sequences may reuse."""
         return min(self.computed, self.own_from)
 
     def extend_keys(self) -> None:
-        """Name the chunks that others may reuse, as far as it is computed."""
+        """Compute the keys of chunks that are complete and may be shared."""
         self.keys.extend(self.tokens, self.shared_tokens)
 
     def score(self, start: int, logits: Tensor) -> None:
-        """Note the log-probabilities of the prompt tokens that follow the positions of ``logits`` ``[count, vocab]``,
-        which begin at ``start``.
+        """Record the log-probabilities of the prompt tokens after positions ``start``..., given their ``logits``
+        ``[count, vocab]``.
         """
         end = min(start + len(logits) + 1, self.prompt_tokens)
         if end <= self.unscored:
@@ -120,15 +119,15 @@ class Sequence(SequenceState):
         self.unscored = end
 
     def restart(self) -> None:
-        """Forget all that was computed; the tokens stay, the generated ones included."""
+        """Reset progress to zero; all tokens stay, generated ones included."""
         self.computed = 0
         self.stored = [0] * len(self.tables)
         self.freed = [0] * len(self.tables)
 
 
 def snapshot_positions(sequence: Sequence, grid: int) -> tuple[int, int]:
-    """The last two positions before the prompt's end at which a later prompt can resume: one for the same prompt again
-    (at least one token must be left to compute), one for a prompt that goes on from it.
+    """The last two snapshot positions of the prompt: one where the same prompt can resume (at least one token must be
+    left to compute), one where a longer prompt can.
     """
     return (sequence.prompt_tokens - 1) // grid * grid, sequence.prompt_tokens // grid * grid
 

@@ -1,4 +1,4 @@
-"""What is said of a sequence that is too long for the memory that the engine was given."""
+"""The error for a sequence that is too long for the engine's memory."""
 
 from __future__ import annotations
 

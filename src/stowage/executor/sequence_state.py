@@ -34,7 +34,7 @@ class SequenceState:
         return self.tables[group].blocks
 
 
-def sequence_on_trial(id: int, tokens: list[int], groups: Items[Group]) -> SequenceState:
+def probe_sequence(id: int, tokens: list[int], groups: Items[Group]) -> SequenceState:
     """A sequence of a trial, without blocks and without a request."""
     return SequenceState(id=id, tokens=tokens, tables=[BlockTable() for _ in groups], prompt_tokens=len(tokens))
 

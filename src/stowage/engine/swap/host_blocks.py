@@ -1,8 +1,8 @@
-"""Blocks of one sequence in host memory that nobody evicts: how they get there, and how they are let go.
+"""Blocks of one sequence that are pinned in host memory, and how they are released.
 
-Owns no sequence: ``preemption`` holds what preempted sequences go on with, ``long_context`` what running ones have
-no room for on the device. Complete chunks that the host has already are pinned where they are, without a copy; all
-others get private slots, which nobody else can find.
+``preemption`` holds those of preempted sequences, ``long_context`` those that running sequences have offloaded.
+Complete chunks that the host has already are pinned in place, without a copy; all others get private slots, outside the
+cache.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from stowage.models.layout import TENSOR_ALIGNMENT_BYTES
 
 @dataclass(slots=True, eq=False)
 class SwappedBlocks:
-    """Blocks of one group: the sequence's ``blocks[i]`` lies in ``slots[i]`` at ``offsets[i]``: ``addresses[i]``
-    of ``BlockTable.offloaded``. ``private``: slots that are nobody else's; the others are ``pinned``.
+    """Blocks of one group: the sequence's ``blocks[i]`` is in ``slots[i]`` at ``offsets[i]``: ``addresses[i]``
+    of ``BlockTable.offloaded``. ``private``: slots outside the cache; the others are ``pinned``.
     """
 
     group: int
@@ -36,7 +36,7 @@ class SwappedBlocks:
 def addresses_of(
     store: TieredStore, group: Group, slots: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Where blocks lie in the arena, in units of ``TENSOR_ALIGNMENT_BYTES``."""
+    """Offsets of blocks in the arena, in units of ``TENSOR_ALIGNMENT_BYTES``."""
     slab = next(slab for slab in store.slabs if group.index in slab.groups)
     begins = slab.offset_bytes + (slots - slab.first_slot) * slab.slot_bytes + offsets * group.bytes_per_block
     addresses, rest = np.divmod(begins, TENSOR_ALIGNMENT_BYTES)
@@ -44,7 +44,7 @@ def addresses_of(
     return addresses
 
 
-def let_go(store: TieredStore | None, held: Iterable[SwappedBlocks]) -> None:
+def release_swapped(store: TieredStore | None, held: Iterable[SwappedBlocks]) -> None:
     """Unpin and free what ``held`` holds."""
     for one in held:
         assert store is not None

@@ -1,15 +1,15 @@
-"""Running sequences whose KV is larger than the device: the oldest blocks of their full groups move to host memory.
+"""Offloads the oldest blocks of running sequences whose KV is larger than the device.
 
-Owns which sequences are *long* (even alone they do not fit), whether host memory can take another, and the moves.
-What has moved stays there for as long as the sequence runs, and attention reads it there: by the kernels in place, by
-torch in pieces (``streaming``). So moves go one way and end; nothing is passed back and forth.
+Owns which sequences are *long* (they do not fit even alone), whether host memory can take another, and the offloading.
+Offloaded blocks stay in host memory while the sequence runs, and attention reads them there: the kernels in place,
+torch in pieces (``streaming``). So a block moves once, and never back.
 
-    lacking a block        a long sequence offloads its own oldest chunks first, then those of other long ones;
-                           only then somebody is preempted (``scheduler``)
-    a prefix from below    stays in host memory and is read from there (``admission``), if the sequence is long
-    several at once        long sequences begin together only while host memory could take all that they have
+    a block is missing     a long sequence offloads its own oldest chunks first, then those of other long ones;
+                           only then is a sequence preempted (``scheduler``)
+    a loaded prefix        stays in host memory and is read there (``admission``), if the sequence is long
+    several at once        long sequences run together only while host memory could hold all of them
 
-Never moves a chunk that is not complete, nor windows and states, which are bounded.
+Never offloads incomplete chunks, nor windows and recurrent states, which are bounded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stowage.engine.swap.swap_space import SwapSpace
 from stowage.executor.block_pool import BlockPool, blocks_needed
 
 MOVED_PARTS = 8
-"""Of a pool, one such part is moved at a time where less is lacking: every move costs a little besides its bytes."""
+"""A move offloads at least this fraction (1/8) of a pool, because every move has a fixed cost."""
 
 
 class LongContextSwap:
@@ -42,15 +42,17 @@ class LongContextSwap:
         self._full = [pool for pool in kv_manager.pools if pool.group.kind is Kind.FULL]
 
     def is_long(self, sequence: Sequence) -> bool:
-        """Whether ``sequence`` is larger than the device by now: what it may come to is often left open by who asks."""
+        """Whether ``sequence`` is larger than the device now; its possible length is often not limited by the
+        request.
+        """
         step = self._capacity.max_num_batched_tokens
         return bool(self._capacity.slabs) and any(
             blocks_needed(pool.layout, len(sequence.tokens), step) > pool.blocks for pool in self._full
         )
 
     def admits(self, sequence: Sequence, others: Items[Sequence]) -> bool:
-        """Whether ``sequence``, which is long, can begin beside ``others``: host memory has room for all that the long
-        ones have, and for another step of each. What they grow beyond that, the youngest may have to make room for.
+        """Whether the long ``sequence`` can run beside ``others``: host memory can hold all long ones and another step
+        of each. If they grow beyond that, the youngest may be preempted.
         """
         beside = [other for other in others if self.is_long(other)]
         return not beside or self._capacity.has_slots([self._chunks(s) for s in (sequence, *beside)])
@@ -60,8 +62,8 @@ class LongContextSwap:
         return {pool.group.index: -(-tokens // pool.group.chunk_tokens) for pool in self._full}
 
     def headroom(self, pool: BlockPool, newcomer: Sequence, running: Items[Sequence]) -> tuple[int, int]:
-        """Blocks that ``newcomer``, if it is long, is well served with at first; and blocks that it leaves to those of
-        ``running`` that are long, so that they go on in whole steps. Each of them counts for an even share at most.
+        """Blocks that a long ``newcomer`` should start with, and blocks that it must leave to long sequences of
+        ``running`` for whole steps; at most an even share for each.
         """
         long = [sequence for sequence in running if self.is_long(sequence)]
         if pool.group.kind is not Kind.FULL:
@@ -78,7 +80,7 @@ class LongContextSwap:
         return blocks_at_work(pool.group, min(self._capacity.max_num_batched_tokens, left))
 
     def room(self, sequence: Sequence) -> int:
-        """Tokens that a long ``sequence`` can be given room for by moving chunks of its own alone."""
+        """How many tokens a long ``sequence`` can grow by offloading only its own chunks."""
         rooms = [
             (pool.available + len(self._movable(sequence, pool)) + len(sequence.tables[pool.group.index]))
             * pool.group.block_tokens
@@ -87,11 +89,11 @@ class LongContextSwap:
         ]
         return min(rooms, default=0)  # without full groups nothing can be moved
 
-    def make_room(self, lacking: Items[int], sequences: Items[Sequence]) -> bool:
-        """Move chunks of those of ``sequences`` that are long, of the first ones first, until each pool has ``lacking``
-        blocks available. Whether it has.
+    def make_room(self, missing: Items[int], sequences: Items[Sequence]) -> bool:
+        """Offload chunks of the long ones among ``sequences``, in their order, until each pool has ``missing`` blocks
+        available; returns whether it has.
         """
-        short = [(p, need) for p, need in zip(self._kv_manager.pools, lacking, strict=True) if need > p.available]
+        short = [(p, need) for p, need in zip(self._kv_manager.pools, missing, strict=True) if need > p.available]
         if any(pool.group.kind is not Kind.FULL or need > pool.blocks for pool, need in short):
             return False
         for pool, need in short:
@@ -101,7 +103,7 @@ class LongContextSwap:
         return all(need <= pool.available for pool, need in short)
 
     def move_all(self, sequence: Sequence) -> None:
-        """Move every complete chunk of ``sequence``, as far as host memory has room."""
+        """Offload every complete chunk of ``sequence``, as far as host memory has room."""
         for pool in self._full:
             while self._move(sequence, pool, pool.blocks):
                 pass
@@ -125,18 +127,18 @@ class LongContextSwap:
             last = blocks[min(count, len(blocks)) - 1] // per_chunk  # whole chunks are moved
             held = self._swap_space.put(sequence, pool, blocks[: np.searchsorted(blocks, (last + 1) * per_chunk)])
             if held is not None:
-                self._send(sequence, pool, held)
+                self._use_host_blocks(sequence, pool, held)
                 return True
         return False
 
-    def _send(self, sequence: Sequence, pool: BlockPool, held: SwappedBlocks) -> None:
+    def _use_host_blocks(self, sequence: Sequence, pool: BlockPool, held: SwappedBlocks) -> None:
         pool.release(sequence.tables[held.group].offload(held.blocks, held.addresses))
         sequence.held.append(held)
         self._kv_manager.counters.blocks_moved_out += len(held.blocks)
 
-    def adopt(self, sequence: Sequence, pool: BlockPool, plan: CopyPlan, keys: list[bytes]) -> None:
-        """Let ``sequence`` read blocks where they lie in host memory: block ``plan.blocks[i]`` of the sequence, in slot
-        ``plan.slots[i]`` at ``plan.offsets[i]``. They are the chunks of ``keys``, which are pinned, and stay so.
+    def read_in_place(self, sequence: Sequence, pool: BlockPool, plan: CopyPlan, keys: list[bytes]) -> None:
+        """Let ``sequence`` read loaded blocks in host memory: its block ``plan.blocks[i]`` in slot ``plan.slots[i]`` at
+        ``plan.offsets[i]``. They belong to the chunks ``keys``, which stay pinned.
         """
         store = self._kv_manager.store
         assert store is not None
@@ -144,8 +146,8 @@ class LongContextSwap:
         pinned = self._swap_space.pin(pool.group.index, keys)
         assert (pinned.slots[0] >= 0).all(), "a chunk that is pinned has left"
         held = SwappedBlocks(pool.group.index, plan.blocks, plan.slots, plan.offsets, addresses, pinned=pinned)
-        self._send(sequence, pool, held)
+        self._use_host_blocks(sequence, pool, held)
 
     def check(self, sequences: Items[Sequence]) -> None:
-        """Assert that nobody holds host memory for blocks but long sequences."""
+        """Assert that only long sequences hold offloaded blocks."""
         assert all(not sequence.held or self.is_long(sequence) for sequence in sequences)

@@ -1,7 +1,6 @@
-"""Puts blocks of sequences into host memory, where nobody evicts them.
+"""Copies blocks of sequences into host memory, where they are not evicted (see ``host_blocks``).
 
-Owns the names of private slots. Complete chunks that the host has already are pinned where they are, without a copy;
-all others get private slots, which nobody else can find.
+Owns the keys of private slots.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ from stowage.executor.block_pool import BlockPool
 
 
 class SwapSpace:
-    """Puts blocks of sequences into host memory. ``namespace`` and ``nonce`` keep the names of private slots apart."""
+    """Copies blocks of sequences into host memory. ``namespace`` and ``nonce`` make the keys of private slots
+    unique.
+    """
 
     def __init__(self, kv_manager: KVManager, namespace: bytes, nonce: bytes, clock: Callable[[], float]) -> None:
         self._kv_manager = kv_manager
@@ -32,9 +33,7 @@ class SwapSpace:
         self._count = 0
 
     def put(self, sequence: Sequence, pool: BlockPool, blocks: NDArray[np.int64]) -> SwappedBlocks | None:
-        """Hold ``blocks`` of ``sequence``, which are on the device and stay there; ``None`` when the host has no room
-        or a copy failed.
-        """
+        """Copy ``blocks`` of ``sequence`` from the device; ``None`` when host memory is full or a copy failed."""
         store, group = self._kv_manager.store, pool.group
         assert store is not None
         self._count += 1
@@ -75,7 +74,7 @@ class SwapSpace:
         chunks: NDArray[np.int64],
         blocks: NDArray[np.int64],
     ) -> tuple[dict[int, int], Fetch | None]:
-        """Pin the complete chunks that host memory holds with all the blocks that are needed; their slots by chunk."""
+        """Pin those complete chunks that host memory has with all needed blocks; returns their slots by chunk."""
         group = pool.group
         keys = sequence.keys.of(group.index)
         end = min(len(keys), sequence.shared_tokens // group.chunk_tokens)

@@ -21,7 +21,7 @@ from stowage.executor.block_pool import BlockPool
 from stowage.executor.determinism.cuts import Pieces
 from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.runner import Runner
-from stowage.executor.sequence_state import SequenceState, sequence_on_trial, take_blocks
+from stowage.executor.sequence_state import SequenceState, probe_sequence, take_blocks
 from stowage.models.layout import ModelLayout
 from stowage.models.remembered import Remembered, default_state_directory
 
@@ -162,7 +162,7 @@ class _Trial:
         return [torch.cat(logits) for logits in found]
 
     def _begin(self, prompt: int) -> SequenceState:
-        sequence = sequence_on_trial(prompt, self._prompts[prompt], self._layout.groups)
+        sequence = probe_sequence(prompt, self._prompts[prompt], self._layout.groups)
         take_blocks(sequence, self._pools, self._count)
         return sequence
 

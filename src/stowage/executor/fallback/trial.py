@@ -19,7 +19,7 @@ from stowage.errors import UnsupportedModelError
 from stowage.executor.batch import Work
 from stowage.executor.block_pool import BlockPool, blocks_needed
 from stowage.executor.fallback.runner import FallbackRunner
-from stowage.executor.sequence_state import sequence_on_trial, take_blocks
+from stowage.executor.sequence_state import probe_sequence, take_blocks
 from stowage.models.fallback_layout import probe
 from stowage.models.layout import ModelLayout
 from stowage.models.probing import RAISED_BY_MODELS
@@ -100,7 +100,7 @@ class _Trial:
         needed = [2 * blocks_needed(block, count, count) for block in self._layout.blocks]
         pools = [BlockPool(b, n, self._model.device) for b, n in zip(self._layout.blocks, needed, strict=True)]
         runner = FallbackRunner(self._model, self._layout, pools, scores_bytes_max=1 << 62)
-        sequences = [sequence_on_trial(0, prompt, self._layout.groups) for prompt in self._prompts]
+        sequences = [probe_sequence(0, prompt, self._layout.groups) for prompt in self._prompts]
         found = []
         for size in self._sizes:
             for sequence in sequences:

@@ -91,7 +91,7 @@ def answer(prompt: list[int], params: SamplingParams, room: int) -> Answer:
     known: list[int] = []
     while not found.reason:
         value = hashes_of([*prompt, *found.tokens], known)[-1]
-        token, report = sampler.draw(logits_after(value))
+        token, report = sampler.sample(logits_after(value))
         found.tokens.append(token)
         if report is not None:
             found.logprobs.append(report)

@@ -1,6 +1,6 @@
-"""What may be given to an engine: types at its border, so that nothing odd comes as far as its thread.
+"""Checks the types of what callers pass to an engine, so that a wrong one fails there and not on the engine's thread.
 
-Owns no meaning: what values are good for is checked by those who use them.
+Values are checked where they are used.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from stowage.config import arguments
 from stowage.engine.sampling import SamplingParams
 from stowage.errors import ConfigError, RequestError
 
-__all__ = ["check_request", "checked_engine", "listed_prompts"]
+__all__ = ["check_engine", "check_request", "prompt_list"]
 
 
-def checked_engine(model: Any, memory: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The tiers of a new engine; ``given``: its other arguments. Raises ``ConfigError``, which names the argument."""
+def check_engine(model: Any, memory: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Check an engine's arguments; returns its tiers. Raises ``ConfigError``, which names the argument."""
     arguments.checkpoint("model", model)
     arguments.budgets("memory", memory)
     for name in ("dtype", "device"):
@@ -31,7 +31,7 @@ def checked_engine(model: Any, memory: Any, given: Mapping[str, Any]) -> tuple[A
     return arguments.listed("tiers", given["tiers"], "tiers")
 
 
-def listed_prompts(prompts: Any) -> list[Any]:
+def prompt_list(prompts: Any) -> list[Any]:
     """One text, or a list of prompts, as a list. Raises ``RequestError``."""
     if isinstance(prompts, str):
         return [prompts]
