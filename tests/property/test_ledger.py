@@ -155,7 +155,7 @@ class LedgerModel(RuleBasedStateMachine):
         for order in (KEYS, sorted(KEYS, key=lambda key: key not in self.ready)):
             assert self.ledger.lookup(order).tolist() == [self.ready.get(key, (-1, 0))[1] for key in order]
             assert self.ledger.find(order).tolist() == [self.ready.get(key, (-1, 0))[0] for key in order]
-            assert self.ledger.find_on_the_way(order).tolist() == [self.coming.get(key, (-1, 0))[0] for key in order]
+            assert self.ledger.find_in_flight(order).tolist() == [self.coming.get(key, (-1, 0))[0] for key in order]
         places = [place for places in (self.ready, self.coming) for place, _ in places.values()]
         assert len({*places, *self.stale, *self.private}) == self.ledger.used(0) == self.used() <= SLOTS
         self.ledger.check_pins([np.array(slots, np.int64) for _, slots in self.pins])

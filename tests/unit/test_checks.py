@@ -173,19 +173,19 @@ class Busy(Setup):
         self.flow.check()
 
     def end_the_fetch_by_half(self) -> None:
-        self.fetch.coming.clear()
+        self.fetch.awaited.clear()
         self.flow._fetches._waits[:] = 0
 
 
 FLOW_DAMAGE: list[tuple[str, Callable[[Busy], object]]] = [
     ("a slot is free twice", lambda busy: free_one_twice(busy.flow.ledger)),
     ("a fetch waits for a slot that does not know it", lambda busy: busy.flow._fetches._waits.fill(0)),
-    ("a fetch waits for nothing", lambda busy: busy.fetch.coming.update({1: (busy.coming[:0],) * 2})),
+    ("a fetch waits for nothing", lambda busy: busy.fetch.awaited.update({1: (busy.coming[:0],) * 2})),
     (
         "a slot knows a fetch that does not wait for it",
-        lambda busy: busy.fetch.coming.update({0: tuple(column[:1] for column in busy.fetch.coming[0])}),
+        lambda busy: busy.fetch.awaited.update({0: tuple(column[:1] for column in busy.fetch.awaited[0])}),
     ),
-    ("", lambda busy: busy.fetch.coming.clear()),
+    ("", lambda busy: busy.fetch.awaited.clear()),
     ("a fetch waits for what is not on its way", lambda busy: busy.flow.ledger.commit(busy.coming)),
     ("", lambda busy: setattr(busy.fetch, "done", True)),
     ("", lambda busy: busy.flow._fetches._pending.clear()),
@@ -203,7 +203,7 @@ FLOW_DAMAGE: list[tuple[str, Callable[[Busy], object]]] = [
     ),
     ("a pin is held by nobody, or a holder has no pin", lambda busy: busy.flow.ledger.unpin(busy.spill.slots)),
     (
-        "too much is under way",
+        "too much is in flight",
         lambda busy: (setattr(busy.flow.spills[0], "_bytes_max", 1), busy.flow.spills[0].begin(1)),
     ),
     ("a closed breaker has a probe", lambda busy: setattr(busy.flow.breakers[0], "_probing", True)),

@@ -109,6 +109,6 @@ def test_a_mask_of_64_blocks_goes_through_whole() -> None:
     at.flow.outcome(load.id, np.array([True]), load.masks, 1.0)
     assert fetch.masks[0].tolist() == [odd] and at.flow.lookup(0, keys(1), 1.0).tolist() == [odd]
     at.flow.reserve(0, keys(2), masks([odd]))
-    at.flow.commit(at.flow.ledger.find_on_the_way(keys(2)), 1.0)
+    at.flow.commit(at.flow.ledger.find_in_flight(keys(2)), 1.0)
     (store,) = at.actions()
     assert isinstance(store, StartStore) and store.masks.tolist() == [odd]

@@ -86,7 +86,7 @@ def test_a_tier_that_breaks_has_failed_and_its_chunks_have_not() -> None:
         fetch = at.flow.fetch([(0, keys(name))], 10.0, 0.0)
         (load,) = at.actions()
         assert isinstance(load, StartLoad)
-        at.flow.broke(load.id, 1.0)
+        at.flow.start_failed(load.id, 1.0)
         assert fetch.done and fetch.slots[0].tolist() == [-1] and at.actions() == [], "nothing is discarded"
     assert at.flow.breakers[0].state(1.0) == "open"
     at.flow.check()
@@ -98,7 +98,7 @@ def test_a_store_that_a_tier_breaks_on_gives_its_slots_back() -> None:
     (store,) = at.actions()
     assert isinstance(store, StartStore)
     assert at.store(2)[0] < 0, "the slot is being written from"
-    at.flow.broke(store.id, 1.0)
+    at.flow.start_failed(store.id, 1.0)
     assert at.store(3)[0] >= 0 and at.flow.stats()["spill_failures"] == 1
     at.flow.check()
 
@@ -194,7 +194,7 @@ def test_what_is_overdue_hides_nothing_else() -> None:
     fetch = at.flow.fetch([(0, keys(1, 2, 3))], 10.0, 1.0)
     (load,) = at.actions()
     assert isinstance(load, StartLoad) and load.keys == keys(2)
-    assert [slots.tolist() for _, slots in fetch.coming.values()] == [load.slots.tolist()], "nobody brings the others"
+    assert [slots.tolist() for _, slots in fetch.awaited.values()] == [load.slots.tolist()], "nobody brings the others"
     at.answer(load, [True], now_s=2.0)
     assert fetch.done and fetch.sources[0].tolist() == [-1, 1, -1]
 

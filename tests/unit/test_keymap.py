@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stowage.cache.keymap import KeyMap, taken
+from stowage.cache.keymap import KeyMap, present_slots
 
 
 def keys(*names: int) -> list[bytes]:
@@ -57,6 +57,6 @@ def test_batches_that_do_not_fit_together_are_refused() -> None:
 
 
 def test_taken_are_those_that_are_slots() -> None:
-    assert taken(np.array([3, -1, 0, -1])).tolist() == [3, 0]
+    assert present_slots(np.array([3, -1, 0, -1])).tolist() == [3, 0]
     whole = np.array([3, 0])
-    assert taken(whole) is whole and taken(np.array([-1])).tolist() == []
+    assert present_slots(whole) is whole and present_slots(np.array([-1])).tolist() == []

@@ -34,7 +34,7 @@ def test_a_chunk_is_found_from_commit_on() -> None:
     ledger = Ledger([4])
     slots = ledger.reserve(0, keys(1, 2), masks(FULL, 0b0110))
     assert present(ledger, 1, 2) == [False, False]
-    assert ledger.find_on_the_way(keys(1, 2, 3)).tolist() == [*slots.tolist(), -1]
+    assert ledger.find_in_flight(keys(1, 2, 3)).tolist() == [*slots.tolist(), -1]
     ledger.commit(slots)
     assert ledger.lookup(keys(1, 2, 3)).tolist() == [FULL, 0b0110, 0]
     assert ledger.find(keys(2, 3)).tolist() == [slots[1], -1]
@@ -220,10 +220,10 @@ def test_a_replacement_on_its_way_is_found_before_the_chunk_that_it_will_replace
     ledger = Ledger([8])
     store(ledger, 1, 2, mask=0b1100)
     new = ledger.reserve(0, keys(2, 3), masks(FULL, FULL))
-    on_the_way = ledger.find_on_the_way(keys(1, 2, 3, 4))
+    on_the_way = ledger.find_in_flight(keys(1, 2, 3, 4))
     assert on_the_way.tolist() == [-1, new[0], new[1], -1] and on_the_way.dtype == np.int64
     ledger.abort(new[:1])
-    assert ledger.find_on_the_way(keys(1, 2, 3)).tolist() == [-1, -1, new[1]]
+    assert ledger.find_in_flight(keys(1, 2, 3)).tolist() == [-1, -1, new[1]]
     assert present(ledger, 1, 2, 3) == [True, True, False]
     ledger.check()
 
@@ -232,7 +232,7 @@ def test_a_replacement_in_the_very_first_slot_is_seen() -> None:
     ledger = Ledger([2])
     assert [store(ledger, 9)[0], store(ledger, 1, mask=0b1100)[0]] == [0, 1]
     assert ledger.reserve(0, keys(1), masks(FULL)).tolist() == [0]
-    assert ledger.find_on_the_way(keys(1)).tolist() == [0]
+    assert ledger.find_in_flight(keys(1)).tolist() == [0]
     assert ledger.reserve(0, keys(1), masks(FULL)).tolist() == [-1], "one replacement at a time"
     ledger.check()
 
@@ -370,5 +370,5 @@ def test_what_is_found_may_be_changed_by_the_caller() -> None:
     ledger = Ledger([128])
     expected = store(ledger, *range(128)).tolist()
     ledger.find(keys(*range(128)))[:] = -1
-    ledger.find_on_the_way(keys(*range(128)))[:] = 7
+    ledger.find_in_flight(keys(*range(128)))[:] = 7
     assert ledger.find(keys(*range(128))).tolist() == expected

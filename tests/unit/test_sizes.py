@@ -16,7 +16,7 @@ SLIDING = Group(1, Kind.SLIDING, 16, 2, 512, window=32)
 def test_with_one_group_all_are_alike(count: int) -> None:
     sizes = Sizes([FULL], 4000)
     slots = np.arange(count)
-    sizes.taken(slots, 0)
+    sizes.assign(slots, 0)
     each, total = sizes.of(slots)
     assert each.tolist() == [4096] * count and total == 4096 * count
     masks = sizes.full_masks(slots)
@@ -39,17 +39,17 @@ def test_a_full_mask_of_64_blocks_is_a_number_without_a_sign() -> None:
 
 def test_with_several_groups_a_slot_is_as_large_as_it_was_taken_for() -> None:
     sizes = Sizes([FULL, SLIDING], 4)
-    sizes.taken(np.array([3, -1, 1]), 1)
-    sizes.taken(np.array([-1]), 1)
+    sizes.assign(np.array([3, -1, 1]), 1)
+    sizes.assign(np.array([-1]), 1)
     each, total = sizes.of(np.arange(4))
     assert each.tolist() == [4096, 1024, 4096, 1024] and total == 10240
     assert sizes.full_masks(np.array([1, 2])).tolist() == [0b11, 0b1111]
-    sizes.taken(np.array([3, -1]), 0)
+    sizes.assign(np.array([3, -1]), 0)
     assert sizes.of(np.array([3, 1]))[0].tolist() == [4096, 1024], "the last slot is not what -1 names"
-    sizes.taken(np.array([2, -1]), 1)
+    sizes.assign(np.array([2, -1]), 1)
     assert sizes.of(np.array([3]))[1] == 4096
     assert (sizes.of_group(0), sizes.of_group(1), sizes.least) == (4096, 1024, 1024)
-    sizes.taken(np.array([0]), 1)
+    sizes.assign(np.array([0]), 1)
     assert sizes.of(np.array([0]))[1] == 1024, "the first slot is a slot"
     assert sizes.of(np.array([0]))[0].dtype == np.int64 and sizes.full_masks(np.array([0])).dtype == np.uint64
 

@@ -153,7 +153,7 @@ def test_the_check_finds_counts_that_do_not_add_up() -> None:
             queue.check()
         setattr(queue, name, right)
     queue.begin(1)
-    with pytest.raises(AssertionError, match=r"^too much is under way$"):
+    with pytest.raises(AssertionError, match=r"^too much is in flight$"):
         queue.check()
 
 

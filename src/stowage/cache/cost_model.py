@@ -1,10 +1,9 @@
-"""How fast this engine computes and its tiers deliver, as measured while it runs: loading must not be slower than
-computing.
+"""The cost model: measured speeds of computing and loading, to decide whether loading a prefix is worth it.
 
-Owns moving averages: of what a forward takes, by the order of its size, and of what each tier delivers. A forward costs
-something whatever its size (every weight is read), so sizes are kept apart: short pieces after long hits say little
-about a long prefill. Never blocks a first try: what has not been measured yet is taken to be worth it, and may take no
-longer than computing would at the machine's best.
+Owns moving averages: seconds per forward, by power of two of its tokens, and bytes per second of each tier. A forward
+has a fixed cost (every weight is read), so sizes are measured separately: short pieces after long hits say little about
+a long prefill. What has not been measured yet counts as worth loading, with a deadline of the best possible compute
+time.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NEWEST_SHARE, _NEWEST_SHARE_IF_FASTER = 0.25, 0.5
-"""What disturbs a measurement makes it longer."""
+"""Disturbances only make a measurement longer, so a faster one weighs more."""
 _DEADLINE_LEAST_S = 0.05
 _FORGIVENESS = 1.25
 _PREFILL_TOKENS_LEAST = 16
 _LOOKUP_SHARE = 0.05
-"""Of the time to compute a prompt, that it waits for answers of shared tiers."""
+"""Share of a prompt's compute time that it may wait for look-ups in shared tiers."""
 LOOKUP_LEAST_S = 0.02
-"""For short prompts: about what two answers of a near object store take."""
+"""For short prompts: about two round trips to a near object store."""
 _OVERLAP_RATIO, _OVERLAP_STEPS = 8.0, 2.0
-"""To compute while loading costs some steps more."""
+"""Limits of `worth_overlapping`: ratio of the two times, and time won in steps (overlapping costs some extra steps)."""
 
 _Point = tuple[float, float]
 """Tokens and seconds of a forward."""
@@ -72,34 +71,34 @@ class CostModel:
         self.bytes_per_s[tier] = _blend(self.bytes_per_s.get(tier, rate), rate, _NEWEST_SHARE)
 
     def delivered(self, bytes_of_tier: Mapping[int, int], seconds: float) -> None:
-        """A fetch of these bytes took ``seconds``: that is what the slowest of its tiers needed."""
+        """A fetch of these bytes took ``seconds``, which counts for each of its tiers."""
         for tier, nbytes in bytes_of_tier.items():
             self.loaded(tier, nbytes, seconds)
 
     def missed(self, bytes_of_tier: Mapping[int, int], came: Mapping[int, int], seconds: float) -> None:
-        """A fetch of these bytes was over after ``seconds``, and only ``came`` of them had come. A tier that brought
-        nothing is ill rather than slow, which is the breaker's matter; one that brought all may have been quicker.
+        """A fetch of these bytes ended after ``seconds`` with only ``came`` of them. Counts for tiers that delivered a
+        part: one that delivered nothing is the circuit breaker's case, and one that delivered all may have been faster.
         """
         for tier, nbytes in bytes_of_tier.items():
             if 0 < came.get(tier, 0) < nbytes:
                 self.loaded(tier, came[tier], seconds)
 
     def forget(self) -> None:
-        """As if nothing were known: the next loads are tried, whatever they cost."""
+        """Forget all measurements: the next loads are tried, whatever they cost."""
         self._forwards.clear()
         self._tokens_per_s_most = 0.0
         self.bytes_per_s.clear()
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """As measured by the longest forwards so far; 0 before there were any but single tokens."""
+        """Measured by the longest forwards so far; 0 if there were only decode steps."""
         tokens, seconds = self._forwards[max(self._forwards)] if self._forwards else (0.0, 1.0)
         return tokens / seconds if tokens >= _PREFILL_TOKENS_LEAST else 0.0
 
     def recompute_s(self, tokens: int) -> float | None:
-        """Predicted time that is saved by not having to compute ``tokens``; ``None`` when nothing is known.
+        """Predicted time that is saved by not computing ``tokens``; ``None`` when nothing is known.
 
-        One token at least is computed in any case, so what a forward costs whatever its size is not saved.
+        At least one token is computed in any case, so a forward's fixed cost is not saved.
         """
         if self._forwards:
             return max(0.0, self.prefill_s(tokens + 1) - self.prefill_s(1))
@@ -111,7 +110,7 @@ class CostModel:
         return whole * self._forward_s(self._max_num_batched_tokens) + (self._forward_s(rest) if rest else 0.0)
 
     def _forward_s(self, tokens: int) -> float:
-        """On the line between the sizes measured that are nearest; beyond the longest, with the slope over all."""
+        """Linear interpolation between the nearest measured sizes; beyond the longest, the overall slope."""
         points = [self._forwards[order] for order in sorted(self._forwards)]
         after = next((at for at, (size, _) in enumerate(points) if size >= tokens), len(points))
         (first, first_s), (last, last_s) = points[0], points[-1]
@@ -134,14 +133,14 @@ class CostModel:
             return True
         if self.load_s(bytes_of_tier) <= recompute_s:
             return True
-        # Nothing measures a tier that is refused: trust the measurement a little less each time.
+        # A refused tier is not measured again: raise its rate a little each time, until it gets another try.
         for tier in bytes_of_tier.keys() & self.bytes_per_s.keys():
             self.bytes_per_s[tier] *= _FORGIVENESS
         return False
 
     def worth_overlapping(self, tokens: int, bytes_of_tier: Mapping[int, int]) -> bool:
-        """Whether loading these bytes and computing ``tokens`` take times so alike that both at once, from either end,
-        are much quicker than the quicker of them: at ``_OVERLAP_RATIO`` a ninth is won. False while nothing is known.
+        """Whether loading these bytes and computing ``tokens`` take so similar times that doing both, from either end,
+        is much faster than the faster one: a ninth is won at ``_OVERLAP_RATIO``. False while nothing is known.
         """
         compute_s = self.recompute_s(tokens) if self._forwards else None
         if compute_s is None or any(tier not in self.bytes_per_s for tier in bytes_of_tier):
@@ -152,12 +151,12 @@ class CostModel:
         return _OVERLAP_RATIO * shorter_s >= max(load_s, compute_s) and won_s > _OVERLAP_STEPS * self.prefill_s(1)
 
     def load_s(self, bytes_of_tier: Mapping[int, int]) -> float:
-        """Predicted time to load these bytes; what comes from a tier that is not measured counts nothing."""
+        """Predicted time to load these bytes; tiers without a measurement count 0."""
         measured = {tier: nbytes for tier, nbytes in bytes_of_tier.items() if tier in self.bytes_per_s}
         return sum(nbytes / self.bytes_per_s[tier] for tier, nbytes in measured.items())
 
     def bounded(self, tier: int, least: float, most: float) -> None:
-        """``tier`` was seen to deliver ``least`` to ``most`` bytes per second."""
+        """``tier`` was observed to deliver between ``least`` and ``most`` bytes per second."""
         known = self.bytes_per_s.get(tier)
         if known is not None and least <= most and not least <= known <= most:
             self.bytes_per_s[tier] = _blend(known, least if known < least else most, _NEWEST_SHARE)
@@ -170,7 +169,7 @@ class CostModel:
         return min(self.load_timeout_s, max(recompute_s, _DEADLINE_LEAST_S))
 
     def lookup_limit_s(self, tokens: int, timeout_s: float) -> float:
-        """How long a prompt of which ``tokens`` may be found waits for the answers of shared tiers."""
+        """How long a prompt with ``tokens`` reusable tokens may wait for look-ups in shared tiers."""
         recompute_s = self.recompute_s(tokens)
         return timeout_s if recompute_s is None else min(timeout_s, max(_LOOKUP_SHARE * recompute_s, LOOKUP_LEAST_S))
 

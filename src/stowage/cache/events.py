@@ -1,4 +1,4 @@
-"""What goes through the flow: the actions that it asks for, the fetches that it answers, the counters that it keeps."""
+"""Data types of the flow: its actions, its fetches, its counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SourceArray = NDArray[np.int8]
 class _Start:
     """A transfer between slots and one tier: key, slot, size in bytes and valid blocks of each chunk.
 
-    Nobody changes it. A frozen class would take longer to make than the rest of a short transfer's bookkeeping.
+    Immutable by convention: constructing a frozen dataclass costs more than all other bookkeeping of a short transfer.
     """
 
     tier: int
@@ -44,7 +44,7 @@ class StartStore(_Start):
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Forget `keys` in tier `tier`: they could not be read."""
+    """Delete `keys` from tier `tier`: they could not be read."""
 
     tier: int
     keys: list[bytes]
@@ -55,7 +55,7 @@ Action = StartLoad | StartStore | Discard
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Chunks that somebody wants in host, one array entry per key, one array per (group, keys) pair that was asked for.
+    """Chunks that a caller wants in host: one array per requested (group, keys) pair, one entry per key.
 
     Final once `done`. `slots`: the pinned slot, -1 for a chunk that is missing or failed. `masks`: its valid blocks.
     `sources`: where it came from, 0 host, i + 1 tier i, -1 nowhere.
@@ -67,13 +67,13 @@ class Fetch:
     masks: list[MaskArray] = field(default_factory=list)
     sources: list[SourceArray] = field(default_factory=list)
     done: bool = False
-    coming: dict[int, tuple[IntArray, IntArray]] = field(default_factory=dict)
-    """Pair -> indices of chunks that are on their way, and the slots that will serve them."""
+    awaited: dict[int, tuple[IntArray, IntArray]] = field(default_factory=dict)
+    """Pair -> indices of chunks in flight, and the slots that will serve them."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """What happened so far; chunks unless the name says otherwise."""
+    """Totals; of chunks, unless the name says otherwise."""
 
     lookups: int = 0
     fetches: int = 0

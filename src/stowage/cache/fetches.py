@@ -1,11 +1,11 @@
-"""Fetches that are open: which slots of host memory each holds, and which it waits for while they are on their way.
+"""Open fetches: the host slots that each has pinned, and the slots in flight that it waits for.
 
-A slot in `Fetch.slots` is pinned for that fetch from the moment it is written there until the fetch is released. A
-fetch knows the slots that it waits for. A slot that is on its way knows its fetch, or that there is more than one, or
-was: then all fetches that wait are asked. A fetch that waits for nothing is done, and what it holds changes no more.
+A slot in `Fetch.slots` is pinned from the moment it is written there until the fetch is released. `_waits[slot]` is the
+id of the one fetch that waits for a slot, or `_SEVERAL`: then all waiting fetches are checked. A fetch that waits for
+nothing is done, and no longer changes.
 
-Starts no transfer: somebody else brings the slots, and reports them here as arrived or failed. Every method takes a
-batch; none loops over slots in Python.
+Starts no transfers: the flow does, and reports slots here as arrived or failed. Every method takes a batch; none loops
+over slots in Python.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Final
 import numpy as np
 
 from stowage.cache.events import Fetch
-from stowage.cache.keymap import holds, taken
+from stowage.cache.keymap import all_true, present_slots
 from stowage.cache.ledger import Ledger, State
 from stowage.core.geometry import BoolArray, IntArray
 
 __all__ = ["Fetches"]
 
 _NOBODY: Final = 0
-"""Waits for a slot. Fetches are numbered from 1 on."""
+"""No fetch waits for the slot. Fetch ids start at 1."""
 _SEVERAL: Final = -1
 
 
 class Fetches:
-    """The fetches that are not released, over `slots` slots of `ledger`."""
+    """All fetches that are not released. `slots`: how many `ledger` has."""
 
     __slots__ = ("_fetches", "_ledger", "_pending", "_waits")
 
@@ -36,16 +36,16 @@ class Fetches:
         self._ledger = ledger
         self._fetches: dict[int, Fetch] = {}
         self._pending: dict[int, Fetch] = {}
-        # Zeros that nobody has written take no memory.
+        # Zero pages that were never written take no memory.
         self._waits: IntArray = np.zeros(slots, np.int64)
 
     def open(self, fetch_id: int, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
-        """Pin what is in host of these (group, keys) pairs. Done, unless it is made to wait."""
+        """Pin those chunks of the (group, keys) pairs that are in host. Done, unless `wait` is called."""
         fetch = Fetch(fetch_id, deadline_s, done=True)
         self._fetches[fetch.id] = fetch
         for _, keys in wanted:
             slots, masks = self._ledger.find_masks(keys)
-            present = taken(slots)
+            present = present_slots(slots)
             self._ledger.pin(present)
             fetch.slots.append(slots)
             fetch.masks.append(masks)
@@ -56,10 +56,10 @@ class Fetches:
         return fetch
 
     def wait(self, fetch: Fetch, pair: int, positions: IntArray, slots: IntArray) -> None:
-        """The slots are on their way, and will serve these positions of a pair. Once for each pair."""
+        """Let the fetch wait for slots in flight, which serve these positions of a pair. Once for each pair."""
         if not len(slots):
             return
-        fetch.coming[pair] = positions, slots
+        fetch.awaited[pair] = positions, slots
         before = self._waits[slots]
         others = (before != _NOBODY) & (before != fetch.id)
         self._waits[slots] = np.where(others, _SEVERAL, fetch.id)
@@ -67,28 +67,28 @@ class Fetches:
         self._pending[fetch.id] = fetch
 
     def arrived(self, slots: IntArray, source: int) -> None:
-        """Slots became ready: give them to the fetches that wait for them. `source`: 0 host, i + 1 tier i."""
+        """Slots became ready: pin them for the fetches that wait for them. `source`: 0 host, i + 1 tier i."""
         parts: list[IntArray] = []
-        for fetch in self._meet(slots):
-            for pair, here in self._met(fetch):
-                positions, served = (column[here] for column in fetch.coming[pair])
+        for fetch in self._fetches_awaiting(slots):
+            for pair, here in self._arrived_of(fetch):
+                positions, served = (column[here] for column in fetch.awaited[pair])
                 fetch.slots[pair][positions] = served
                 fetch.masks[pair][positions] = self._ledger.masks(served)
                 fetch.sources[pair][positions] = source
                 parts.append(served)
-                self._drop(fetch, pair, here)
+                self._stop_waiting(fetch, pair, here)
         if parts:
             self._ledger.pin(np.concatenate(parts))
 
     def failed(self, slots: IntArray) -> None:
-        """Slots will not become ready: nobody waits for them any more."""
-        for fetch in self._meet(slots):
-            for pair, here in self._met(fetch):
-                self._drop(fetch, pair, here)
+        """Slots will not become ready: no fetch waits for them any more."""
+        for fetch in self._fetches_awaiting(slots):
+            for pair, here in self._arrived_of(fetch):
+                self._stop_waiting(fetch, pair, here)
 
-    def _meet(self, slots: IntArray) -> list[Fetch]:
-        """The fetches that may wait for slots that are on their way no more, and whom nobody waits for from now on."""
-        if not self._pending:  # several may have waited, and all have ended
+    def _fetches_awaiting(self, slots: IntArray) -> list[Fetch]:
+        """The fetches that may wait for these slots, which are no longer in flight. Clears `_waits` of the slots."""
+        if not self._pending:  # all that waited have ended
             self._waits[slots] = _NOBODY
             return []
         waits = self._waits[slots]
@@ -96,54 +96,56 @@ class Fetches:
             return []
         self._waits[slots] = _NOBODY
         first = int(waits[0])
-        numbers = [first] if holds(waits == first) else np.unique(waits).tolist()
+        numbers = [first] if all_true(waits == first) else np.unique(waits).tolist()
         if _SEVERAL in numbers:
             return list(self._pending.values())
         return [self._pending[number] for number in numbers if number != _NOBODY]
 
-    def _met(self, fetch: Fetch) -> list[tuple[int, BoolArray]]:
-        """Of each pair that waits, which of its slots are on their way no more, if there are some."""
-        found = [(pair, self._waits[slots] == _NOBODY) for pair, (_, slots) in fetch.coming.items()]
+    def _arrived_of(self, fetch: Fetch) -> list[tuple[int, BoolArray]]:
+        """For each waiting pair of the fetch, which of its slots are no longer in flight; pairs without any left
+        out.
+        """
+        found = [(pair, self._waits[slots] == _NOBODY) for pair, (_, slots) in fetch.awaited.items()]
         return [(pair, here) for pair, here in found if here.any()]
 
-    def _drop(self, fetch: Fetch, pair: int, here: BoolArray) -> None:
-        """The fetch waits no more for these of a pair's slots."""
-        if not holds(here):
-            positions, slots = fetch.coming[pair]
-            fetch.coming[pair] = positions[~here], slots[~here]
+    def _stop_waiting(self, fetch: Fetch, pair: int, here: BoolArray) -> None:
+        """Stop waiting for the slots `here` of a pair."""
+        if not all_true(here):
+            positions, slots = fetch.awaited[pair]
+            fetch.awaited[pair] = positions[~here], slots[~here]
             return
-        del fetch.coming[pair]
-        if not fetch.coming:
+        del fetch.awaited[pair]
+        if not fetch.awaited:
             self._end(fetch)
 
     def end_due(self, now_s: float) -> int:
-        """Time passed: fetches that are due end with what has arrived. How many there were."""
+        """End fetches past their deadline with what has arrived. Returns how many there were."""
         due = [fetch for fetch in self._pending.values() if fetch.deadline_s <= now_s]
         for fetch in due:
             self._end(fetch)
         return len(due)
 
     def release(self, fetch: Fetch) -> None:
-        """Unpin what the fetch holds. One that is not done is cancelled. Releasing twice is the same as once."""
+        """Unpin the fetch's slots. One that is not done is cancelled. Idempotent."""
         if self._fetches.pop(fetch.id, None) is None:
             return
         self._end(fetch)
         for slots in fetch.slots:
-            self._ledger.unpin(taken(slots))
+            self._ledger.unpin(present_slots(slots))
 
     def deadlines_s(self) -> list[float]:
-        """Those of the fetches that wait."""
+        """Deadlines of the waiting fetches."""
         return [fetch.deadline_s for fetch in self._pending.values()]
 
     def pinned(self) -> list[IntArray]:
-        """The slots that fetches hold, as often as they hold them."""
-        return [taken(slots) for fetch in self._fetches.values() for slots in fetch.slots]
+        """The slots that fetches have pinned, once per pin."""
+        return [present_slots(slots) for fetch in self._fetches.values() for slots in fetch.slots]
 
     def _end(self, fetch: Fetch) -> None:
-        """The fetch waits for nothing any more."""
-        for _, slots in fetch.coming.values():
+        """End the fetch: it waits for nothing any more."""
+        for _, slots in fetch.awaited.values():
             self._waits[slots[self._waits[slots] == fetch.id]] = _NOBODY
-        fetch.coming.clear()
+        fetch.awaited.clear()
         fetch.done = True
         self._pending.pop(fetch.id, None)
 
@@ -151,8 +153,8 @@ class Fetches:
         """Assert the invariants."""
         waiting: set[tuple[int, int]] = set()
         for fetch in self._fetches.values():
-            assert fetch.done == (not fetch.coming) == (fetch.id not in self._pending)
-            for _, slots in fetch.coming.values():
+            assert fetch.done == (not fetch.awaited) == (fetch.id not in self._pending)
+            for _, slots in fetch.awaited.values():
                 assert len(slots), "a fetch waits for nothing"
                 known = (self._waits[slots] == fetch.id) | (self._waits[slots] == _SEVERAL)
                 assert known.all(), "a fetch waits for a slot that does not know it"

@@ -4,14 +4,14 @@
     outcome (a transfer was reported)    --+--> fetches   --+--> StartStore  write these slots to tier i
     tick (time passed)                   --+    flights     +--> Discard     forget these keys in tier i
 
-Tiers are counted from 0 here; as the source of a chunk 0 is the host and i + 1 is tier i. What a tier holds is asked
-through the functions given at construction, which answer from memory. The flow decides; its parts remember: `ledger`
-what is in which slot, `fetches` who waits for what, `flights` what is under way, `spill` what is to be written.
+Tiers are counted from 0 here; as the source of a chunk 0 is the host and i + 1 is tier i. `indexes`, given at
+construction, answer from memory which keys a tier has. The flow decides; the state is in its parts: `ledger` (contents
+of slots), `fetches` (waiting for slots), `flights` (transfers in flight), `spills` (queued for lower tiers).
 
 Promises:
 
 - A slot that a transfer reads or fills is not reused before the transfer is reported, however late that is.
-- A chunk is in one flight at most: a fetch of a chunk that is on its way waits for that flight.
+- A chunk is in one flight at most: a second fetch of it waits for that flight.
 - A fetch ends by its deadline with what has arrived. Each of its chunks succeeds or fails alone.
 - A slot in `Fetch.slots` is pinned for that fetch until it is released.
 """
@@ -31,7 +31,7 @@ from stowage.cache.circuit_breaker import Breaker
 from stowage.cache.events import Action, Counters, Discard, Fetch, SourceArray, StartLoad, StartStore
 from stowage.cache.fetches import Fetches
 from stowage.cache.in_flight import Flight, Flights
-from stowage.cache.keymap import After, holds, is_empty, taken
+from stowage.cache.keymap import After, all_true, all_zero, present_slots
 from stowage.cache.ledger import Ledger, State, gains
 from stowage.cache.policy import LRU, MakePolicy
 from stowage.cache.slot_sizes import Sizes
@@ -41,9 +41,9 @@ from stowage.core.geometry import BoolArray, Geometry, IntArray, MaskArray, Slab
 __all__ = ["Action", "Counters", "Discard", "Fetch", "Flow", "StartLoad", "StartStore"]
 
 TRANSFER_BYTES_MAX: Final = 32 << 20
-"""Longer transfers are split, so that a deadline finds most of a long prefix arrived, not nothing."""
+"""Longer transfers are split, so that at the deadline most of a long prefix has arrived, not nothing."""
 STORE_LIMIT_S: Final = 30.0
-"""The deadline of a spill. Nobody waits for it; past it the tier counts as failing."""
+"""The deadline of a spill. No request waits for it; a tier that misses it counts as failing."""
 NEVER_S: Final = float("inf")
 Index = Callable[[list[bytes]], MaskArray]
 
@@ -82,21 +82,21 @@ class Flow:
         return self.locate(group, keys, now_s)[0]
 
     def locate(self, group: int, keys: list[bytes], now_s: float) -> tuple[MaskArray, SourceArray]:
-        """What `lookup` and `sources` say of these keys."""
+        """`lookup` and `sources` in one call."""
         masks = self.ledger.lookup(keys)
         self.counters.lookups += len(keys)
         if not self._indexes or np.count_nonzero(masks) == len(keys):
             return masks, np.negative((masks == 0).view(np.int8))
-        return self._look_below(keys, masks, now_s)
+        return self._lookup_tiers(keys, masks, now_s)
 
     def sources(self, group: int, keys: list[bytes], now_s: float) -> SourceArray:
         """Where a fetch would take each key from: -1 absent, 0 host, i + 1 tier i."""
-        return self._look_below(keys, self.ledger.lookup(keys), now_s)[1]
+        return self._lookup_tiers(keys, self.ledger.lookup(keys), now_s)[1]
 
-    def _look_below(self, keys: list[bytes], masks: MaskArray, now_s: float) -> tuple[MaskArray, SourceArray]:
-        """Complete the masks of the host by those of the first tier that has each key; where each was found.
+    def _lookup_tiers(self, keys: list[bytes], masks: MaskArray, now_s: float) -> tuple[MaskArray, SourceArray]:
+        """Fill zero `masks` from the first tier that has the key; also returns each key's source.
 
-        A tier whose breaker is open has nothing, nor has any tier a key whose last read is overdue.
+        A tier with an open breaker counts as empty; a key with a late load counts as absent.
         """
         masks = masks.copy()
         missing = masks == 0
@@ -109,7 +109,7 @@ class Flow:
             late_keys = self._flights.late_keys
             if late_keys:
                 below = np.where([keys[position] in late_keys for position in absent.tolist()], np.uint64(0), below)
-            if not is_empty(below):
+            if not all_zero(below):
                 masks[absent] = below
                 sources[absent[below != 0]] = tier + 1
                 absent = absent[below == 0]
@@ -118,10 +118,10 @@ class Flow:
     # Fetch
 
     def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float, now_s: float) -> Fetch:
-        """Pin what is in host, wait for what is on its way, and start to promote what a lower tier has.
+        """Pin chunks that are in host, wait for those in flight, and start to promote those in lower tiers.
 
-        Everything in host is pinned before room is made, so a fetch never evicts its own chunks. When room is short the
-        first keys get it. With a deadline that has passed already, only what is in host comes.
+        All chunks in host are pinned before others are evicted, so a fetch never evicts its own chunks. If slots run
+        out, the first keys get them. With a deadline in the past, only chunks in host are returned.
         """
         fetch = self._fetches.open(next(self._ids), wanted, deadline_s)
         self.counters.fetches += 1
@@ -135,21 +135,21 @@ class Flow:
         return fetch
 
     def release(self, fetch: Fetch) -> None:
-        """Unpin what the fetch holds. One that is not done is cancelled. Releasing twice is the same as once."""
+        """Unpin the fetch's slots. One that is not done is cancelled. Idempotent."""
         self._fetches.release(fetch)
 
     def _promote(
         self, fetch: Fetch, pair: int, group: int, keys: list[bytes], positions: IntArray, now_s: float
     ) -> None:
-        """Start to bring the missing `keys`, at `positions` of the pair, or wait where that was done before."""
-        masks, sources = self._look_below(keys, np.zeros(len(keys), np.uint64), now_s)
+        """Start loads of the missing `keys`, at `positions` of the pair; wait for those already in flight."""
+        masks, sources = self._lookup_tiers(keys, np.zeros(len(keys), np.uint64), now_s)
         self.hits[1:] += np.bincount(sources[sources > 0], minlength=len(self.hits))[1:]
-        before = self.ledger.find_on_the_way(keys)
+        before = self.ledger.find_in_flight(keys)
         for tier in range(len(self._indexes)):
             mine = (sources == tier + 1) & (before < 0)
             if mine.any():
                 self._load(tier, group, list(compress(keys, mine.tolist())), masks[mine], fetch.deadline_s, now_s)
-        slots = self.ledger.find_on_the_way(keys)
+        slots = self.ledger.find_in_flight(keys)
         coming = slots >= 0
         if self._flights.late_keys:
             coming &= np.fromiter((key not in self._flights.late_keys for key in keys), np.bool_, len(keys))
@@ -159,13 +159,13 @@ class Flow:
     def _load(
         self, tier: int, group: int, keys: list[bytes], masks: MaskArray, deadline_s: float, now_s: float
     ) -> None:
-        """Start flights for keys that the tier has and that are neither in host nor on their way."""
+        """Start flights for keys that the tier has and that are neither in host nor in flight."""
         if len(set(keys)) < len(keys):
             distinct = dict(zip(keys, masks.tolist(), strict=True))
             keys, masks = list(distinct), np.fromiter(distinct.values(), np.uint64, len(distinct))
         slots = self.ledger.fill(self._slab_of_group[group], keys)
         room = int(np.count_nonzero(slots >= 0))
-        self._sizes.taken(slots, group)
+        self._sizes.assign(slots, group)
         step = max(1, TRANSFER_BYTES_MAX // max(1, self._sizes.of_group(group)))
         for begin in range(0, room, step):
             part = slice(begin, min(begin + step, room))
@@ -180,7 +180,7 @@ class Flow:
     def _fly(
         self, tier: int, is_load: bool, keys: list[bytes], slots: IntArray, masks: MaskArray, deadline_s: float
     ) -> tuple[int, list[bytes], IntArray, IntArray, MaskArray]:
-        """Record a flight. What its action needs: id, keys, slots, sizes, masks."""
+        """Record a flight. Returns what its action needs: id, keys, slots, sizes, masks."""
         flight_id = next(self._ids)
         sizes, total_bytes = self._sizes.of(slots)
         flight = Flight(tier, is_load, keys, slots, self._sizes.full_masks(slots), total_bytes, deadline_s)
@@ -194,12 +194,12 @@ class Flow:
         """A slot for each chunk that is worth storing, -1 for the others (see `Ledger.reserve`)."""
         first = group if isinstance(group, int) else int(group[0])
         slots = self.ledger.reserve(self._slab_of_group[first], keys, masks, after)
-        self._sizes.taken(slots, group)
+        self._sizes.assign(slots, group)
         return slots
 
     def commit(self, slots: IntArray, now_s: float) -> None:
-        """The bytes of reserved slots are there; -1 is ignored. They are served now, and written to the tiers soon."""
-        slots = taken(slots)
+        """The bytes of reserved slots are written (-1 is ignored): serve them, and queue their spill."""
+        slots = present_slots(slots)
         self.ledger.commit(slots)
         self.counters.stores += len(slots)
         self._fetches.arrived(slots, source=0)
@@ -208,32 +208,32 @@ class Flow:
 
     def abort(self, slots: IntArray) -> None:
         """The bytes of reserved slots will not come; -1 is ignored."""
-        slots = taken(slots)
+        slots = present_slots(slots)
         self.ledger.abort(slots)
         self._fetches.failed(slots)
 
     def reserve_private(self, group: int, keys: list[bytes]) -> IntArray:
-        """A slot with one owner per key: in no look-up, never evicted, never spilled. All -1 when not all have room."""
+        """A private slot per key: outside look-ups, never evicted or spilled. All -1 if there is no room for all."""
         slots = self.ledger.take_private(self._slab_of_group[group], keys)
-        self._sizes.taken(slots, group)
+        self._sizes.assign(slots, group)
         return slots
 
     def commit_private(self, slots: IntArray) -> None:
         """The owner has written its private slots; -1 is ignored."""
-        assert (self.ledger.states(taken(slots)) == State.PRIVATE).all(), "commit of a slot that is not private"
+        assert (self.ledger.states(present_slots(slots)) == State.PRIVATE).all(), "commit of a slot that is not private"
 
     def drop_private(self, slots: IntArray) -> None:
         """Free private slots; -1 is ignored."""
-        self.ledger.drop_private(taken(slots))
+        self.ledger.drop_private(present_slots(slots))
 
     def drop_host(self) -> int:
-        """Evict every chunk that nobody pins. How many there were."""
+        """Evict every unpinned chunk. Returns how many there were."""
         return self.ledger.drop()
 
     # Spill
 
     def _queue_spills(self, slots: IntArray, source: int) -> None:
-        """Write ready chunks to every tier but the one that they came from."""
+        """Queue ready chunks for every tier but the one that they came from."""
         if not self._indexes or not len(slots):
             return
         keys = self.ledger.keys(slots)
@@ -242,7 +242,7 @@ class Flow:
                 queue.add(slots, keys)
 
     def _pump(self, now_s: float) -> None:
-        """Start what the bounds allow of what waits to be spilled."""
+        """Start queued spills, as far as the limits allow."""
         for tier, queue in enumerate(self.spills):
             if queue.chunks and self.breakers[tier].state(now_s) == "open":
                 queue.drop()
@@ -250,7 +250,7 @@ class Flow:
                 pass
 
     def _spill(self, tier: int, queue: SpillQueue, now_s: float) -> bool:
-        """Start one transfer of the oldest chunks that are still in host and that the tier lacks. Whether it did."""
+        """Start one transfer of the oldest chunks that are still in host and missing in the tier, if there are any."""
         parts: list[IntArray] = []
         keys: list[bytes] = []
         gathered = 0
@@ -288,10 +288,10 @@ class Flow:
     def _still_wanted(
         self, tier: int, queue: SpillQueue, slots: IntArray, keys: list[bytes]
     ) -> tuple[IntArray, list[bytes]]:
-        """Which of the queued slots still hold these keys, and would give the tier blocks that it lacks."""
+        """The queued slots that still hold these keys, and have blocks that the tier has not."""
         held = self._indexes[tier](keys)
         if self.ledger.are_still(slots, keys):
-            if is_empty(held):
+            if all_zero(held):
                 return slots, keys
             wanted = gains(self.ledger.masks(slots), held)
         else:
@@ -303,34 +303,34 @@ class Flow:
     # What happened
 
     def outcome(self, flight_id: int, ok: BoolArray, masks: MaskArray, now_s: float, refused: bool = False) -> None:
-        """A tier reports a transfer. One that does not fit its transfer failed; one that nobody knows is ignored.
+        """A tier reports a transfer. A report of the wrong shape counts as failure; an unknown id is ignored.
 
-        Chunks that failed are discarded there, unless the tier `refused` to try or the report is late.
+        Chunks whose load failed are discarded from the tier, unless it `refused` to try or the report is late.
         """
         report = self._flights.end(flight_id, ok, masks, now_s, refused)
         if report is None:
             return
         flight, ok, masks = report
-        self._land(flight, ok, masks)
-        if flight.is_load and not (holds(ok) or refused or flight.late or now_s >= flight.deadline_s):
+        self._finish(flight, ok, masks)
+        if flight.is_load and not (all_true(ok) or refused or flight.late or now_s >= flight.deadline_s):
             self._actions.append(Discard(flight.tier, list(compress(flight.keys, (~ok).tolist()))))
         self._pump(now_s)
 
-    def broke(self, flight_id: int, now_s: float) -> None:
-        """A tier raised instead of beginning a transfer: its failure, which says nothing about the chunks."""
+    def start_failed(self, flight_id: int, now_s: float) -> None:
+        """A tier raised instead of starting a transfer: its failure, but the chunks are not discarded."""
         report = self._flights.end(flight_id, np.zeros(0, np.bool_), np.zeros(0, np.uint64), now_s)
         assert report is not None, "a transfer that was never begun"
-        self._land(*report)
+        self._finish(*report)
         self._pump(now_s)
 
-    def _land(self, flight: Flight, ok: BoolArray, masks: MaskArray) -> None:
+    def _finish(self, flight: Flight, ok: BoolArray, masks: MaskArray) -> None:
         if flight.is_load:
             self._loaded(flight, ok, masks)
         else:
             self._spilled(flight, ok)
 
     def _loaded(self, flight: Flight, ok: BoolArray, masks: MaskArray) -> None:
-        good = flight.slots if holds(ok) else flight.slots[ok]
+        good = flight.slots if all_true(ok) else flight.slots[ok]
         self.ledger.commit_filled(good, masks[ok])
         self._fetches.arrived(good, source=flight.tier + 1)
         if len(good) < len(ok):
@@ -345,13 +345,13 @@ class Flow:
     def _spilled(self, flight: Flight, ok: BoolArray) -> None:
         self.ledger.unpin(flight.slots, used=False)
         self.spills[flight.tier].end(flight.payload_bytes)
-        done = flight.slots if holds(ok) else flight.slots[ok]
+        done = flight.slots if all_true(ok) else flight.slots[ok]
         self.counters.spills += len(done)
         self.counters.spilled_bytes += self._sizes.of(done)[1]
         self.counters.spill_failures += len(flight.slots) - len(done)
 
     def tick(self, now_s: float) -> None:
-        """Time passed: end the fetches that are due; count flights that are overdue as failures of their tier."""
+        """End fetches past their deadline; count flights past theirs as failures of their tier."""
         if now_s < self.next_deadline_s:
             return
         self.counters.fetch_timeouts += self._fetches.end_due(now_s)
@@ -360,16 +360,16 @@ class Flow:
         self._pump(now_s)
 
     def take_actions(self) -> list[Action]:
-        """What is to be done now, in this order."""
+        """Take the actions to run now, in this order."""
         actions, self._actions = self._actions, []
         return actions
 
     def flights(self) -> int:
-        """Transfers that no tier has reported yet."""
+        """The number of transfers in flight."""
         return len(self._flights)
 
     def spills_idle(self) -> bool:
-        """Whether nothing waits to be spilled or is being spilled."""
+        """Whether no spill is queued or in flight."""
         return all(queue.idle() for queue in self.spills)
 
     def stats(self) -> dict[str, int]:

@@ -1,13 +1,13 @@
-"""Transfers in flight between host memory and the lower tiers, from the action that starts one to its report.
+"""Transfers in flight between host memory and the lower tiers, from start to report.
 
-    begin --> under way --> reported
+    begin --> in flight --> reported
                   └──(deadline)──> late --> reported
 
-A flight stays until its tier reports it, however late that is: until then its slots belong to the transfer. One that
-is late is a failure of its tier, once, and its keys, if it is a load, are those that nobody should ask for or wait for.
-Each tier's breaker is told how its flights went.
+A flight stays until its tier reports it, however late: until then its slots belong to the transfer. A late flight
+counts once as a failure of its tier; the keys of a late load are neither requested again nor waited for. Each tier's
+circuit breaker is told how its flights ended.
 
-Decides nothing: what flies, and what becomes of the slots, is the flow's.
+The flow decides what is transferred, and what becomes of the slots.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Flight:
 
 
 class Flights:
-    """Flights by number. `late_keys`, the keys of late loads, is to be read only."""
+    """Flights by id. `late_keys`: the keys of late loads; read-only for others."""
 
     __slots__ = ("_breakers", "_flights", "late_keys")
 
@@ -58,11 +58,10 @@ class Flights:
     def end(
         self, flight_id: int, ok: BoolArray, masks: MaskArray, now_s: float, refused: bool = False
     ) -> tuple[Flight, BoolArray, MaskArray] | None:
-        """A tier reports a transfer: the flight, and which of its chunks arrived, with which valid blocks.
+        """A tier reports a transfer. Returns the flight, and which of its chunks arrived, with their valid blocks.
 
-        One that was `refused` is no failure of the tier: a store that is full must not keep anybody from loading.
-        A report that does not fit its transfer is one of failure, and a chunk that was loaded without a valid block has
-        failed. None: nobody knows such a transfer.
+        A `refused` transfer is no failure of the tier: a full disk must not stop loads. A report of the wrong shape
+        counts as failure, as does a loaded chunk without valid blocks. None: the id is unknown.
         """
         flight = self._flights.pop(flight_id, None)
         if flight is None:
@@ -83,7 +82,7 @@ class Flights:
         return flight, ok, masks
 
     def mark_late(self, now_s: float) -> int:
-        """Time passed: flights that are overdue are late from now on. How many there were."""
+        """Mark flights past their deadline as late. Returns how many there were."""
         overdue = [flight for flight in self._flights.values() if not flight.late and flight.deadline_s <= now_s]
         for flight in overdue:
             flight.late = True
@@ -93,15 +92,15 @@ class Flights:
         return len(overdue)
 
     def deadlines_s(self) -> list[float]:
-        """Those of the flights that are not late."""
+        """Deadlines of flights that are not late."""
         return [flight.deadline_s for flight in self._flights.values() if not flight.late]
 
     def loads(self) -> list[Flight]:
-        """Those that fill their slots."""
+        """Flights that fill their slots."""
         return [flight for flight in self._flights.values() if flight.is_load]
 
     def stores(self) -> list[Flight]:
-        """Those that read their slots."""
+        """Flights that read their slots."""
         return [flight for flight in self._flights.values() if not flight.is_load]
 
     def check(self) -> None:

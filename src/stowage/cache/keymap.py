@@ -1,7 +1,7 @@
-"""Which slot a key leads to: one table, and the replacements beside it.
+"""Maps keys to slots: one hash table, and a small one of replacements.
 
-A key leads to one slot, that of its ready chunk or of its first one on its way. A second slot is a replacement: it is
-kept apart and in no look-up until it takes the place of the first.
+A key maps to the slot of its ready chunk, or of its first chunk in flight. A second slot is a replacement: it is kept
+separately, outside look-ups, until it takes the place of the first.
 
 Which slots are ready, free or pinned is the ledger's to know; nothing here depends on it. Every method takes a batch;
 but for replacements, which are rare, none loops over keys in Python.
@@ -17,7 +17,7 @@ import numpy as np
 from stowage.core.geometry import BoolArray, IntArray, MaskArray
 from stowage.core.table import make_slots
 
-__all__ = ["ABSENT", "After", "KeyMap", "holds", "is_empty", "taken"]
+__all__ = ["ABSENT", "After", "KeyMap", "all_true", "all_zero", "present_slots"]
 
 ABSENT: Final = -1
 """In an array of slots: no slot."""
@@ -29,19 +29,19 @@ where there is none."""
 _NOT_THERE = repeat(ABSENT)
 
 
-def taken(slots: IntArray) -> IntArray:
+def present_slots(slots: IntArray) -> IntArray:
     """Those that are slots, not ABSENT."""
     there = slots >= 0
-    return slots if holds(there) else slots[there]
+    return slots if all_true(there) else slots[there]
 
 
-def holds(which: BoolArray) -> bool:
+def all_true(which: BoolArray) -> bool:
     """Whether all are true. For the short arrays of one prompt several times as fast as `all`."""
     return 0 not in which.tobytes()
 
 
-def is_empty(masks: MaskArray) -> bool:
-    """Whether all are 0. As `holds`."""
+def all_zero(masks: MaskArray) -> bool:
+    """Whether all are 0. As `all_true`."""
     return not masks.tobytes().strip(b"\0")
 
 
@@ -106,7 +106,7 @@ class KeyMap:
                 del self.replacements[key]
                 newer[key] = slot
         changed = list(newer)
-        replaced = taken(self.find(changed))
+        replaced = present_slots(self.find(changed))
         self._slots.set(changed, np.fromiter(newer.values(), np.int64, len(newer)))
         return replaced
 

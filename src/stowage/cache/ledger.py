@@ -1,18 +1,17 @@
-"""Which chunk is in which host slot, and in which state: the only owner of that truth.
+"""The ledger: which chunk is in which host slot, and in which state.
 
     FREE -> RESERVED -> READY -> FREE      a store: reserve, commit (or abort), evicted
     FREE -> FILLING  -> READY -> FREE      a promotion: fill, commit_filled (or abort), evicted
                         READY -> STALE -> FREE     replaced by a chunk with more valid blocks while pinned
-    FREE -> PRIVATE -> FREE                one owner, in no look-up, never evicted
+    FREE -> PRIVATE -> FREE                one owner, outside look-ups, never evicted
 
-Slots are numbered through all slab classes. A key has at most one READY slot (`lookup` and `find` see only those) and
-at most one slot on its way (RESERVED or FILLING); `core.keymap` leads from the key to them, and holds exactly these. A
-slot's mask is 0 until it is READY, which is what hides it from look-ups. The eviction policy of a class knows exactly
-the READY slots that nobody pins.
+Slots are numbered across all slab classes. A key has at most one READY slot (the only ones that `lookup` and `find`
+see) and at most one in flight (RESERVED or FILLING); `keymap` maps the key to exactly these. A slot's mask is 0 until
+it is READY, which hides it from look-ups. The eviction policy of a class has exactly the READY slots without pins.
 
 Every method takes a batch and costs a few dictionary passes in C and a few array operations; none loops over keys in
-Python. Keys of one batch are in prompt order: when room is short the first keys get it, and of chunks used together the
-first is counted as used last, so that the head of a prefix outlives its tail.
+Python. Keys of a batch are in prompt order. If slots run out, the first keys get them; among chunks used together the
+first counts as most recently used, so that the head of a prefix outlives its tail.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.cache.keymap import ABSENT, After, KeyMap, holds
+from stowage.cache.keymap import ABSENT, After, KeyMap, all_true
 from stowage.cache.policy import LRU, MakePolicy
 from stowage.cache.slot_states import (
     FILLING,
     FREE,
-    ON_THE_WAY,
+    IN_FLIGHT,
     ONLY_READY,
     PRIVATE,
     READY,
@@ -50,8 +49,8 @@ class Ledger:
     """States, keys, masks and pins of all slots; the first `slots_per_class[0]` belong to slab class 0, and so on."""
 
     __slots__ = (
-        *"_class_of _first_slots _free _free_count _key_of _map _masks _masks_coming _parent _parent_serial".split(),
-        *"_pins _policies _serial _stale _state _coming evictions without_room".split(),
+        *"_class_of _first_slots _free _free_count _key_of _map _masks _masks_in_flight _parent _parent_serial".split(),
+        *"_pins _policies _serial _stale _state _in_flight evictions without_room".split(),
     )
 
     def __init__(self, slots_per_class: Sequence[int], policy: MakePolicy = LRU) -> None:
@@ -59,9 +58,9 @@ class Ledger:
         self._map = KeyMap(total)
         self._state: NDArray[np.uint8] = np.full(total, 0, np.uint8)  # written: the first use of new pages takes long
         self._pins: NDArray[np.int64] = np.full(total, 0, np.int64)
-        # One mask more than slots: ABSENT, used as an index, reads the last one, which is always 0.
+        # One mask more than slots: ABSENT (-1) as an index reads the last one, which is always 0.
         self._masks: MaskArray = np.full(total + 1, 0, np.uint64)
-        self._masks_coming: MaskArray = np.full(total, 0, np.uint64)
+        self._masks_in_flight: MaskArray = np.full(total, 0, np.uint64)
         self._key_of: NDArray[Any] = np.full(total, None, object)
         self._class_of = np.repeat(np.arange(len(slots_per_class)), slots_per_class)
         self._first_slots = np.concatenate(([0], np.cumsum(slots_per_class, dtype=np.int64)))
@@ -72,11 +71,11 @@ class Ledger:
         ]
         self._free_count = [len(free) for free in self._free]
         self._policies = [policy(total, slots) for slots in slots_per_class]
-        # The slot of the chunk before a chunk in its prompt, valid while that slot's serial number is still the same.
+        # The slot of the previous chunk of the prompt; valid only while that slot's serial number is unchanged.
         self._parent: IntArray = np.full(total, ABSENT, np.int64)
         self._parent_serial: IntArray = np.full(total, 0, np.int64)
         self._serial: IntArray = np.full(total + 1, 0, np.int64)
-        self._stale = self._coming = 0  # `_coming`: RESERVED or FILLING
+        self._stale = self._in_flight = 0  # `_in_flight`: RESERVED or FILLING
         self.evictions = self.without_room = 0
 
     # What is there
@@ -94,9 +93,9 @@ class Ledger:
         slots = self._map.find(keys)
         masks = self._masks.take(slots)
         ready = masks != 0
-        return slots if holds(ready) else np.where(ready, slots, ABSENT), masks
+        return slots if all_true(ready) else np.where(ready, slots, ABSENT), masks
 
-    def find_on_the_way(self, keys: list[bytes]) -> IntArray:
+    def find_in_flight(self, keys: list[bytes]) -> IntArray:
         """The slot of each key that is being stored or promoted, or ABSENT."""
         slots = self._map.find(keys)
         slots[self._masks.take(slots) != 0] = ABSENT
@@ -115,10 +114,10 @@ class Ledger:
         return keys
 
     def are_still(self, slots: IntArray, keys: list[bytes]) -> bool:
-        """True only if these are the ready slots of these keys; without a probe, so that it may be False for a few
-        that are: `find` knows.
+        """A quick check that these are the ready slots of these keys. May be False although they are; `find` is
+        exact.
         """
-        return not self._stale and self.keys(slots) == keys and holds(self._masks.take(slots) != 0)
+        return not self._stale and self.keys(slots) == keys and all_true(self._masks.take(slots) != 0)
 
     def states(self, slots: IntArray) -> NDArray[np.uint8]:
         """The `State` of slots."""
@@ -129,9 +128,9 @@ class Ledger:
         return len(self._free[slab]) - self._free_count[slab]
 
     def pinned(self) -> int:
-        """Slots that somebody pins, private ones included."""
+        """How many slots are pinned, private ones included."""
         evictable = sum(map(len, self._policies))
-        return sum(self.used(slab) for slab in range(len(self._free))) - evictable - self._coming
+        return sum(self.used(slab) for slab in range(len(self._free))) - evictable - self._in_flight
 
     def filling(self) -> IntArray:
         """The slots that a lower tier fills, ascending."""
@@ -142,49 +141,48 @@ class Ledger:
     def reserve(self, slab: int, keys: list[bytes], masks: MaskArray, after: After = None) -> IntArray:
         """A slot of class `slab` for each key that would gain blocks by being stored, ABSENT for the others.
 
-        ABSENT: empty mask; ready with a mask that is not a strict subset; on its way already; repeated in the batch; no
-        room. Ready chunks of the batch count as used now, so a batch never evicts its own chunks while others can go.
-        The chunks follow one another in a prompt, the first one the chunk of key `after`; or, of several prompts, each
-        one that of its own key in `after`.
+        ABSENT: empty mask; ready with a mask that is not a strict subset; in flight already; repeated in the batch; no
+        room. Ready chunks of the batch count as used now, so a batch evicts its own chunks last. `after`: the key
+        before the first one in the prompt; for chunks of several prompts, a list of the key before each.
         """
         all_new = self._map.has_none(keys)
         known = _NONE if all_new else self._map.find(keys)
         wanted = masks != 0 if all_new else self._worth_storing(keys, masks, known)
-        if not holds(wanted):
+        if not all_true(wanted):
             keys, masks = list(compress(keys, wanted.tolist())), masks[wanted]
-        slots = self._take_new(slab, keys, RESERVED)  # which may evict the chunk before: it is looked up afterwards
+        slots = self._take_new(slab, keys, RESERVED)  # may evict the chunk `after`: look that up afterwards
         before = self._map.find(after) if isinstance(after, list) else np.array([self._map.slot_of(after)])
         self.without_room += len(keys) - len(slots)
-        self._masks_coming[slots] = masks[: len(slots)]
+        self._masks_in_flight[slots] = masks[: len(slots)]
         keys = keys[: len(slots)]
         if not self._map.add_or_replace(keys, slots, all_new):
             slots = self._without_repeated(keys, slots)
         elif len(slots) == len(wanted):
-            self._follow(slots, before, slots)
+            self._set_parents(slots, before, slots)
             return slots
         result = np.full(len(wanted), ABSENT, np.int64)
         indices = np.flatnonzero(wanted)[: len(slots)]
         result[indices] = slots
         line = result if all_new else np.where(result >= 0, result, known)
         there = slots >= 0
-        self._follow(slots[there], before, line, indices[there])
+        self._set_parents(slots[there], before, line, indices[there])
         return result
 
     def commit(self, slots: IntArray) -> None:
         """RESERVED or FILLING -> READY, unpinned. A key's older chunk is freed, or is STALE while it is pinned."""
-        assert self._all_are_on_the_way(slots), "commit of a slot that is not on its way"
-        self._coming -= len(slots)
+        assert self._all_in_flight(slots), "commit of a slot that is not on its way"
+        self._in_flight -= len(slots)
         older = self._map.replace(self.keys(slots), slots) if self._map.replacements else _NONE
-        self._masks[slots] = self._masks_coming.take(slots)
+        self._masks[slots] = self._masks_in_flight.take(slots)
         self._state[slots] = READY
         self._admit(slots)
         if len(older):
-            self._retire(older)
+            self._replace(older)
 
     def abort(self, slots: IntArray) -> None:
         """RESERVED or FILLING -> FREE."""
-        assert self._all_are_on_the_way(slots), "abort of a slot that is not on its way"
-        self._coming -= len(slots)
+        assert self._all_in_flight(slots), "abort of a slot that is not on its way"
+        self._in_flight -= len(slots)
         mapped = self._map.withdraw(self.keys(slots), slots) if self._map.replacements else slots
         self._map.forget(self.keys(mapped))
         self._release(slots)
@@ -192,30 +190,30 @@ class Ledger:
     # Promote
 
     def fill(self, slab: int, keys: list[bytes]) -> IntArray:
-        """A FILLING slot per key, ABSENT where there is no room. Keys are distinct, neither ready nor on their way."""
+        """A FILLING slot per key, ABSENT where there is no room. Keys are distinct, neither ready nor in flight."""
         slots = self._take_new(slab, keys, FILLING)
         assert len(set(keys)) == len(keys), "a key is filled twice"
         self._map.add(keys, slots)
-        self._follow(slots, _NO_SLOT, slots)
+        self._set_parents(slots, _NO_SLOT, slots)
         if len(slots) == len(keys):
             return slots
         return np.concatenate((slots, np.full(len(keys) - len(slots), ABSENT, np.int64)))
 
     def commit_filled(self, slots: IntArray, masks: MaskArray) -> None:
         """FILLING -> READY with the masks that came with the bytes."""
-        self._masks_coming[slots] = masks
+        self._masks_in_flight[slots] = masks
         self.commit(slots)
 
     # Use
 
     def pin(self, slots: IntArray) -> None:
-        """Keep ready slots where they are until they are unpinned as often. A repeated slot is pinned that often."""
+        """Pin ready slots; pins are counted. A repeated slot is pinned that often."""
         assert not self._state.take(slots).tobytes().strip(ONLY_READY), "pin of a slot that is not ready"
         np.add.at(self._pins, slots, 1)
         self._remove(slots)
 
     def unpin(self, slots: IntArray, used: bool = True) -> None:
-        """Undo one pin of each. Slots that nobody pins any more are evictable, or freed if stale.
+        """Undo one pin of each. Slots without pins become evictable, or free if stale.
 
         `used`: they served a prompt; otherwise they were only copied elsewhere.
         """
@@ -234,7 +232,7 @@ class Ledger:
         self._insert(idle, used)
 
     def drop(self) -> int:
-        """Evict every chunk that may be evicted. How many there were."""
+        """Evict every evictable chunk. Returns how many there were."""
         before = self.evictions
         for slab, policy in enumerate(self._policies):
             self._release(self._evict(slab, len(policy)))
@@ -261,8 +259,8 @@ class Ledger:
 
     # Inside
 
-    def _all_are_on_the_way(self, slots: IntArray) -> bool:
-        return not self._state.take(slots).tobytes().strip(ON_THE_WAY)
+    def _all_in_flight(self, slots: IntArray) -> bool:
+        return not self._state.take(slots).tobytes().strip(IN_FLIGHT)
 
     def _by_class(self, slots: IntArray) -> Iterable[tuple[int, IntArray]]:
         """The slots of each class, in their order."""
@@ -272,22 +270,24 @@ class Ledger:
         return [(slab, slots[classes == slab]) for slab in np.unique(classes).tolist()]
 
     def _insert(self, slots: IntArray, used: bool = True) -> None:
-        """Used together, now; the first counts as used last: the head of a prefix serves more prompts than its tail."""
+        """Used together, now. The first counts as most recent: the head of a prefix serves more prompts than its
+        tail.
+        """
         for slab, some in self._by_class(slots):
             self._policies[slab].insert(some[::-1], used)
 
     def _admit(self, slots: IntArray) -> None:
-        """As `_insert`, of slots that became ready."""
+        """As `_insert`, for slots that became ready."""
         for slab, some in self._by_class(slots):
             some = some[::-1]
             parents = self._parent.take(some)
             same = self._serial.take(parents) == self._parent_serial.take(some)
             self._policies[slab].admit(
-                some, self.keys(some), parents if holds(same) else np.where(same, parents, ABSENT)
+                some, self.keys(some), parents if all_true(same) else np.where(same, parents, ABSENT)
             )
 
-    def _follow(self, slots: IntArray, before: IntArray, line: IntArray, indices: IntArray | None = None) -> None:
-        """The chunks of the slots are those of a `line` at these indices, or all; `before` comes before it, or each."""
+    def _set_parents(self, slots: IntArray, before: IntArray, line: IntArray, indices: IntArray | None = None) -> None:
+        """Set the parent of each slot: its predecessor in `line` (at `indices`, or all); `before` precedes `line`."""
         if not len(slots):
             return
         parents = np.concatenate((before, line[:-1]))[: len(line)]
@@ -313,7 +313,7 @@ class Ledger:
     def _take_new(self, slab: int, keys: list[bytes], state: np.uint8) -> IntArray:
         """Slots for the first keys, as many as can be had, not mapped yet."""
         slots = self._take(slab, len(keys))
-        self._coming += len(slots)
+        self._in_flight += len(slots)
         self._serial[slots] += 1
         self._key_of[slots] = keys[: len(slots)]
         self._state[slots] = state
@@ -331,21 +331,21 @@ class Ledger:
 
     def _without_repeated(self, keys: list[bytes], slots: IntArray) -> IntArray:
         """Release the slots of repeated keys that the map does not lead to; ABSENT at their indices."""
-        vain = slots != self.find_on_the_way(keys)
-        self._coming -= int(np.count_nonzero(vain))
+        vain = slots != self.find_in_flight(keys)
+        self._in_flight -= int(np.count_nonzero(vain))
         self._release(slots[vain])
         return np.where(vain, ABSENT, slots)
 
     def _evict(self, slab: int, count: int) -> IntArray:
-        """Up to `count` slots whose chunks are forgotten; the caller gives them a state."""
+        """Evict up to `count` chunks; returns their slots, for the caller to give a state."""
         slots = self._policies[slab].victims(count)
         self._map.forget(self.keys(slots))
         self._masks[slots] = 0
         self.evictions += len(slots)
         return slots
 
-    def _retire(self, slots: IntArray) -> None:
-        """READY slots whose keys have a newer one."""
+    def _replace(self, slots: IntArray) -> None:
+        """Retire READY slots whose keys have a newer one: STALE while pinned, else FREE."""
         self._remove(slots)
         pinned = self._pins.take(slots) > 0
         self._state[slots[pinned]] = STALE
@@ -377,13 +377,13 @@ class Ledger:
         assert (self._masks[:total][states == FREE] == 0).all()
         assert (self._masks[:total][states == READY] != 0).all()
         assert self._stale == np.count_nonzero(states == STALE)
-        on_the_way = (states == RESERVED) | (states == FILLING)
-        assert (self._masks[:total][on_the_way] == 0).all(), "a chunk on its way can be looked up"
+        in_flight = (states == RESERVED) | (states == FILLING)
+        assert (self._masks[:total][in_flight] == 0).all(), "a chunk on its way can be looked up"
         self._map.check()
         mapped = self._map.items()
         slots = sorted(slot for _, slot in mapped)
-        assert slots == np.flatnonzero((states == READY) | on_the_way).tolist(), "map and states disagree"
-        assert on_the_way[list(self._map.replacements.values())].all(), "a replacement is not on its way"
+        assert slots == np.flatnonzero((states == READY) | in_flight).tolist(), "map and states disagree"
+        assert in_flight[list(self._map.replacements.values())].all(), "a replacement is not on its way"
         for key, slot in mapped:
             assert self._key_of[slot] == key, "map and keys disagree"
         for slab, policy in enumerate(self._policies):

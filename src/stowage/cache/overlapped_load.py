@@ -1,16 +1,14 @@
-"""A prefix that is computed from the front while tiers bring it from the back, until the two meet.
+"""An overlapped load: compute a prefix from the front while tiers load it from the back, until the two meet.
 
     tokens   0 . . . . . . . computed ->            <- arrived . . . . . . . . end
-             | at hand or computed |    the gap    | pieces in host memory, pinned |
+             | on device or computed |   the gap   | pieces in host memory, pinned |
 
-Where loading takes about as long as computing, each alone leaves the other's time unused, and both at once take less
-than either: the time of both as of two workers on one job. The tiers are asked for the last tokens first, piece after
-piece towards the front, so neither side has to know how fast the other is, and what fails or comes too late only means
-that more is computed. (The idea: Jin, Liu, Zhang, Mao, "Compute Or Load KV Cache? Why Not Both?", 2024,
-arXiv:2410.03065.)
+If loading takes about as long as computing, doing both at once takes about half as long. Pieces are fetched from the
+last one towards the front, so neither side has to know how fast the other is; a load that fails or is late only means
+that more is computed. (After Jin, Liu, Zhang, Mao, "Compute Or Load KV Cache? Why Not Both?", 2024, arXiv:2410.03065.)
 
-Owns the pieces, their fetches, and how many tokens a step is to compute, so that no step ends long after what it
-computes has arrived. Copies nothing, and owns no clock: the caller says how much is computed, and what time it is.
+Owns the pieces, their fetches, and how many tokens a step should compute, so that a step does not compute tokens that
+arrive before it ends. Copies nothing and has no clock: the caller passes what is computed, and the time.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ from stowage.core.groups import GroupStrategy
 __all__ = ["ChunkFetcher", "Fetched", "GroupChunks", "LoadState", "OverlappedLoad", "Piece", "RowKeys"]
 
 PIECES_MAX: Final = 8
-"""Into so many a prefix is cut: what has come of a piece is of no use before all of it has."""
+"""A load has at most this many pieces; a piece is used only when all of it has arrived."""
 _PATIENCE: Final = 1.5
-"""A step may take so many times as long as what is still to come: else it is waited for."""
+"""A step may take at most this many times as long as the rest of the load; else waiting is better."""
 
 
 class RowKeys(Protocol):
@@ -45,21 +43,21 @@ class RowKeys(Protocol):
 
 
 class ChunkFetcher(Protocol):
-    """What is asked of a ``TieredStore``, or of a simulated one."""
+    """The part of ``TieredStore`` that is used here; a simulator has its own."""
 
     def sources(self, group: int, keys: list[bytes]) -> SourceArray:
         """Where a fetch would take each key from: -1 nowhere, 0 host, i + 1 tier i."""
         ...
 
     def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
-        """Bring chunks into host memory, and pin them there: (group, keys) pairs."""
+        """Load chunks into host memory and pin them there: (group, keys) pairs."""
         ...
 
 
 @dataclass(slots=True)
 class GroupChunks:
-    """What one group of one row lacks of a resume: ``chunks``, with these ``keys``. Of the blocks that it needs, the
-    first of which is ``first_block``, the device has those ``on_device``.
+    """What one group of one row must load to resume: ``chunks``, with these ``keys``. ``on_device``: which of the
+    needed blocks, from ``first_block`` on, the device has already.
     """
 
     row: int
@@ -71,12 +69,12 @@ class GroupChunks:
 
 
 Fetched = tuple[GroupChunks, IntArray, MaskArray]
-"""What was to be fetched, and the slot and the valid blocks of each chunk."""
+"""The chunks to fetch, and each one's slot and mask of valid blocks."""
 
 
 class LoadState(enum.Enum):
-    """OPEN: there is a gap, and pieces are on their way. MET: what was computed reaches what has arrived. OVER: a piece
-    failed, or all was computed.
+    """OPEN: there is a gap, and pieces are in flight. MET: computing has reached what has arrived. OVER: a piece
+    failed, or everything is computed.
     """
 
     OPEN = "open"
@@ -86,8 +84,8 @@ class LoadState(enum.Enum):
 
 @dataclass(slots=True)
 class Piece:
-    """Tokens from ``begin`` on, up to the piece after it. ``chunks[g]``, ``keys[g]``: those of group g that are needed.
-    ``nbytes``: of them, from each tier below the host, when the load began.
+    """Tokens from ``begin`` to the begin of the next piece. ``chunks[g]``, ``keys[g]``: the chunks of group g that are
+    needed. ``nbytes``: their bytes in each tier below the host, when the load began.
     """
 
     begin: int
@@ -98,19 +96,19 @@ class Piece:
 
     @property
     def here(self) -> bool:
-        """Whether all of it has come."""
+        """Whether all of it has arrived."""
         fetch = self.fetch
         return fetch is not None and fetch.done and all((slots >= 0).all() for slots in fetch.slots)
 
     @property
     def failed(self) -> bool:
-        """Whether some of it will not come."""
+        """Whether some of it will not arrive."""
         return self.fetch is not None and self.fetch.done and not self.here
 
 
 class OverlappedLoad:
-    """Of ``tokens`` of the prompt ``row``. ``step``: forwards end at multiples of it. ``pieces``: the last tokens'
-    first, of which ``arrived`` have come.
+    """Loads ``tokens`` of the prompt ``row``. ``step``: forwards end at multiples of it. ``pieces``: from the last one
+    to the first; the first ``arrived`` of them have arrived.
     """
 
     def __init__(
@@ -135,11 +133,11 @@ class OverlappedLoad:
 
     @property
     def fetches(self) -> list[Fetch]:
-        """All that were begun; whoever asked for the load releases them."""
+        """All fetches so far; the caller releases them."""
         return [piece.fetch for piece in self.pieces if piece.fetch is not None]
 
     def _cut(self, row: RowKeys, tokens: range) -> list[Piece]:
-        """Cut at chunks of all groups, so that none is fetched twice."""
+        """Cut at chunk boundaries of all groups, so that no chunk is fetched twice."""
         groups = [strategy.group for strategy in self._strategies]
         grain = math.lcm(self._step, *(group.chunk_tokens for group in groups if group.kind is not Kind.RECURRENT))
         size = -(-len(tokens) // (PIECES_MAX * grain)) * grain
@@ -147,7 +145,7 @@ class OverlappedLoad:
         return [self._piece(row, begin, stop) for begin, stop in zip(begins, [self.end, *begins], strict=False)]
 
     def _piece(self, row: RowKeys, begin: int, stop: int) -> Piece:
-        """What a resume at the end needs for these tokens; a state comes with the last ones."""
+        """The chunks of these tokens that resuming at the end needs; a recurrent state belongs to the last piece."""
         chunks: list[list[int]] = []
         for strategy in self._strategies:
             size, needed = strategy.group.chunk_tokens, strategy.needed(self.end)
@@ -166,7 +164,7 @@ class OverlappedLoad:
     # Under way
 
     def poll(self, computed: int, now_s: float) -> LoadState:
-        """Note what has arrived, and ask for more. ``computed``: tokens of the prompt."""
+        """Check what has arrived, and fetch more. ``computed``: tokens of the prompt."""
         while self.arrived < len(self.pieces) and self.pieces[self.arrived].here:
             self.arrived += 1
             self._arrived_s = now_s
@@ -178,14 +176,14 @@ class OverlappedLoad:
         return LoadState.OPEN
 
     def gap(self, computed: int) -> int:
-        """Tokens that are neither computed nor here."""
+        """Tokens that are neither computed nor loaded."""
         front = self.pieces[self.arrived - 1].begin if self.arrived else self.end
         return max(0, front - computed)
 
     def tokens(self, computed: int, count: int, now_s: float) -> int:
-        """How many of the next ``count`` tokens a step is to compute; 0: what comes next is worth waiting for."""
+        """How many of the next ``count`` tokens a step should compute; 0: waiting for the load is faster."""
         gap = self.gap(computed)
-        if self._cost_model.recompute_s(gap) is None:  # it was told to forget
+        if self._cost_model.recompute_s(gap) is None:  # the measurements were dropped
             return min(count, gap)
         end = min(-(-self._meeting_point(computed, now_s) // self._step) * self._step, computed + gap)
         if self._cost_model.prefill_s(end - computed) > _PATIENCE * self._left_s(now_s):
@@ -193,7 +191,7 @@ class OverlappedLoad:
         return min(count, end - computed)
 
     def ask(self, computed: int, now_s: float) -> None:
-        """Ask for what comes until the two meet, and for a piece more: while a forward runs nobody can."""
+        """Fetch the pieces up to the predicted meeting point and one more, since no fetch starts during a forward."""
         point = self._meeting_point(computed, now_s)
         for piece in self.pieces[self.arrived :]:
             if piece.fetch is None:
@@ -202,15 +200,15 @@ class OverlappedLoad:
                 break
 
     def _meeting_point(self, computed: int, now_s: float) -> int:
-        """The token where the two are predicted to meet."""
+        """The token where computing and loading are predicted to meet."""
         gap, load_s = self.gap(computed), self._left_s(now_s)
         compute_s = self._cost_model.recompute_s(gap) or 0.0
         share = load_s / (load_s + compute_s) if load_s + compute_s else 1.0
         return computed + max(1, math.ceil(gap * share))
 
     def _left_s(self, now_s: float) -> float:
-        """How long the gap would take to load from now on: as the cost model predicts; what is overdue is taken to need
-        as long again as it is late.
+        """Predicted time to load the rest of the gap. If it is overdue, it is taken to need as long again as it is
+        late.
         """
         left = _sum(piece.nbytes for piece in self.pieces[self.arrived :])
         return abs(self._arrived_s + self._cost_model.load_s(left) - now_s)
@@ -218,7 +216,7 @@ class OverlappedLoad:
     # Joining
 
     def fetched(self, computed: int) -> Iterator[Fetched]:
-        """What has arrived, for who has computed so many tokens."""
+        """The chunks that have arrived, for a sequence with ``computed`` tokens."""
         here = [(piece, piece.fetch) for piece in reversed(self.pieces[: self.arrived]) if piece.fetch is not None]
         for index, strategy in enumerate(self._strategies):
             blocks = strategy.needed_blocks(self.end)
@@ -231,15 +229,14 @@ class OverlappedLoad:
                 yield GroupChunks(0, index, blocks.start, np.array(blocks) < device, chunks, keys), slots, masks
 
     def main_source(self) -> int:
-        """Where most of what has arrived came from: 0 is host memory, i + 1 tier i."""
+        """The tier that most loaded bytes came from: 0 is host memory, i + 1 tier i."""
         fetches = [piece.fetch for piece in self.pieces[: self.arrived]]
         below = _sum(self._bytes_of(fetch.sources) for fetch in fetches if fetch is not None)
         return max(below, key=lambda tier: below[tier], default=0)
 
     def learn(self, now_s: float) -> None:
-        """Teach the cost model what the tiers deliver. Nobody looked while forwards ran, so there are bounds only: what
-        has come took no longer than until now, and while something was still on its way not all that was asked for had
-        come.
+        """Update the cost model. Arrivals during a forward are noticed only after it, so there are only bounds: what
+        has arrived took at most until now, and if something is still in flight, not everything has arrived by now.
         """
         seconds = max(now_s - self._began_s, 1e-9)
         asked = _sum(piece.nbytes for piece in self.pieces if piece.fetch is not None)

@@ -1,18 +1,18 @@
-"""How a prompt gets its prefix: the one admission rule of the engine, of the plugins and of the simulator.
+"""The prefix planner: which cached prefix to load. The one admission rule of engine, plugins and simulator.
 
     plan ──> fetch ──> (the caller waits) ──> copies ──> (the caller copies, and computes the rest)
      ^                                          │
      └──── again without the chunks that failed ┘
 
-A plan resumes at the longest boundary that the device, host memory and the tiers below serve together. What comes from
-below host memory must be worth it: it is predicted to take no longer than to compute the tokens that it adds to those
-at hand, on the device and in host memory. The first try of a request sets the limit for all loads of all its tries; a
-chunk that does not come in time, or is damaged, is refused, and the next plan goes without it.
+A plan resumes at the longest boundary that device, host memory and lower tiers can serve together. Loading from lower
+tiers must be worth it: its predicted time may not exceed that of computing the tokens it adds to those in device and
+host memory. The first try of a request sets the time limit for the loads of all its tries. A chunk that is late or
+damaged is refused, and the next plan goes without it.
 
-Where loading takes about as long as computing, the plan says how far the front may be computed while the end is loaded
+If loading takes about as long as computing, the plan says how far the front is computed while the end is loaded
 (``overlapped_load``).
 
-Owns no time, threads or bytes: time is an argument, and the store is asked through ``ChunkStore``.
+Has no clock, threads or I/O: time is an argument, and the store is behind ``ChunkStore``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOWHERE: Final = np.zeros(0, np.int8)
 
 
 class ChunkStore(ChunkFetcher, Protocol):
-    """What is asked of a ``TieredStore``, or of a simulated one."""
+    """The part of ``TieredStore`` that is used here; a simulator has its own."""
 
     def locate(self, group: int, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
         """The valid blocks of each chunk, and where a fetch would take it from: -1 nowhere, 0 host, i + 1 tier i."""
@@ -52,9 +52,9 @@ class ChunkStore(ChunkFetcher, Protocol):
 
 @dataclass(slots=True)
 class PrefixRequest:
-    """One request for a prefix, over all its tries. ``refused``: chunks that failed. ``limit_s``: for the loads of all
-    tries together, of which ``waited_s`` are over; ``None`` until something is loaded. ``probes``: what shared tiers
-    are asked about it, whose answers are waited for until ``answers_until_s`` (``remote_lookup``).
+    """One request for a prefix, over all its tries. ``refused``: chunks that failed. ``limit_s``: time for the loads of
+    all tries, of which ``waited_s`` are used; ``None`` before the first load. ``probes``: look-ups in shared tiers,
+    which are awaited until ``answers_until_s`` (``remote_lookup``).
     """
 
     refused: set[bytes] = field(default_factory=set)
@@ -64,18 +64,19 @@ class PrefixRequest:
     answers_until_s: float = 0.0
 
     def restart(self) -> None:
-        """It has run, and may begin anew. What failed stays refused."""
+        """Reset the time limit after a run. Failed chunks stay refused."""
         self.limit_s, self.waited_s = None, 0.0
 
 
 @dataclass(slots=True)
 class PrefixPlan:
-    """Where to resume, and what each group of each row lacks for it.
+    """Where to resume, and which chunks each group of each row must load for it.
 
-    ``overlap_end``: how far the tiers bring the prefix while it is computed from ``boundary`` on; ``boundary`` where
-    that is not worth it. ``known``: how far the prompt is known, though windows or states that were not kept may forbid
-    to resume there. ``bytes_below``: of the chunks, from each tier below the host, and ``saved_tokens``: what they save
-    from being computed. ``load_refused``: the tiers have more, and it is not worth the time.
+    ``overlap_end``: end of an overlapped load, which runs while tokens from ``boundary`` on are computed; equal to
+    ``boundary`` if there is none. ``known``: how far the prompt is cached by full-attention groups, even if missing
+    windows or states prevent resuming there. ``bytes_below``: bytes to load from each tier below the host;
+    ``saved_tokens``: tokens that they save. ``load_refused``: the tiers have more, but loading it is not worth the
+    time.
     """
 
     boundary: int
@@ -90,18 +91,18 @@ class PrefixPlan:
 
     @property
     def loads(self) -> list[GroupChunks]:
-        """Those that lack something: in the order of the pairs of ``fetch``."""
+        """The groups with chunks to load, in the order of the pairs of ``fetch``."""
         return [part for part in self.groups if part.chunks]
 
     def fetched(self) -> Iterator[Fetched]:
-        """What each of ``loads`` has got."""
+        """``loads``, each with its fetched slots and masks."""
         assert self.fetch is not None
         return zip(self.loads, self.fetch.slots, self.fetch.masks, strict=True)
 
 
 class PrefixPlanner:
-    """Over the chunks of ``store``; without one only the device has any. A row is one prompt, given by its keys; all
-    rows of a request resume at one boundary.
+    """Plans over ``store``; ``None``: only the device has chunks. A row is one prompt, given by its keys; all rows of a
+    request resume at one boundary.
     """
 
     def __init__(self, store: ChunkStore | None, strategies: Sequence[GroupStrategy], cost_model: CostModel) -> None:
@@ -124,29 +125,29 @@ class PrefixPlanner:
         *,
         overlaps: bool = False,
     ) -> PrefixPlan:
-        """The longest prefix of at most ``usable`` tokens. ``device``: the valid blocks that the device has of each
-        chunk, by row and group; none: it has nothing. ``overlaps``: the caller can compute while it loads, and
-        nobody else wants to: what is computed of a prefix that could be loaded is taken from other prompts.
+        """Plan the longest prefix of at most ``usable`` tokens. ``device``: masks of valid blocks on the device, by row
+        and group; empty: it has none. ``overlaps``: overlapped loading is allowed. That spends compute on tokens that
+        could be loaded, so callers allow it only if no other prompt waits.
         """
         device = device or [_NOTHING] * (len(rows) * len(self._strategies))
         located = [self._locate(request, group, row) for row in rows for group in range(len(self._strategies))]
         stored, sources = [masks for masks, _ in located], [where for _, where in located]
-        every = _either(device, stored)
+        every = _union(device, stored)
         far = self._longest(every, usable)
         known = self._known(every, usable, far)
-        plan = PrefixPlan(far, far, known, self._lacking(rows, far, device))
+        plan = PrefixPlan(far, far, known, self._missing(rows, far, device))
         plan.bytes_below = self._bytes_below(plan.groups, sources)
         if not plan.bytes_below:
             return plan
         host = [np.where(where == _HOST, masks, np.uint64(0)) for masks, where in located]
-        at_hand = self._longest(_either(device, host), usable)
+        at_hand = self._longest(_union(device, host), usable)
         plan.saved_tokens = saved = len(rows) * (far - at_hand)
         if overlaps and self._cost_model.worth_overlapping(saved, plan.bytes_below):
             end = self._overlap_end(device, stored, at_hand, usable)
             if end > at_hand:
-                return PrefixPlan(at_hand, end, known, self._lacking(rows, at_hand, device))
+                return PrefixPlan(at_hand, end, known, self._missing(rows, at_hand, device))
         if not self._worth_loading(request, saved, plan.bytes_below):
-            return PrefixPlan(at_hand, at_hand, known, self._lacking(rows, at_hand, device), load_refused=True)
+            return PrefixPlan(at_hand, at_hand, known, self._missing(rows, at_hand, device), load_refused=True)
         return plan
 
     def _locate(self, request: PrefixRequest, group: int, row: RowKeys) -> tuple[MaskArray, SourceArray]:
@@ -164,7 +165,7 @@ class PrefixPlanner:
         return longest_boundary([*self._strategies] * rows, masks, usable + 1, self._step)
 
     def _known(self, masks: Sequence[MaskArray], usable: int, far: int) -> int:
-        """As the groups see it that are stored whole: those of full attention, else all but states."""
+        """The longest boundary for the groups whose chunks are all stored: full attention, else all but recurrent."""
         if all(self._whole) or not any(self._whole):
             return far
         rows = len(masks) // len(self._strategies)
@@ -172,19 +173,19 @@ class PrefixPlanner:
         return longest_boundary(strategies, [*compress(masks, self._whole * rows)], usable + 1, self._step)
 
     def _overlap_end(self, device: Sequence[MaskArray], stored: Sequence[MaskArray], at_hand: int, usable: int) -> int:
-        """The longest boundary where beyond ``at_hand`` only the store brings anything."""
+        """The longest boundary for which everything beyond ``at_hand`` is loaded from the store."""
         sizes = [strategy.group.chunk_tokens for strategy in self._strategies] * (len(device) // len(self._strategies))
         front = [held[: at_hand // size] for held, size in zip(device, sizes, strict=True)]
-        return self._longest(_either(front, stored), usable)
+        return self._longest(_union(front, stored), usable)
 
     def _worth_loading(self, request: PrefixRequest, saved: int, bytes_below: dict[int, int]) -> bool:
-        """Whether to load what saves so many tokens: as predicted at first, and then while there is time left."""
+        """Whether a load that saves ``saved`` tokens is worth it. Retries: while the request's time limit lasts."""
         if request.limit_s is not None:
             return request.waited_s < request.limit_s
         return self._cost_model.worth_loading(saved, bytes_below)
 
-    def _lacking(self, rows: Sequence[RowKeys], boundary: int, device: Sequence[MaskArray]) -> list[GroupChunks]:
-        """What a resume at ``boundary`` needs beyond what the device has."""
+    def _missing(self, rows: Sequence[RowKeys], boundary: int, device: Sequence[MaskArray]) -> list[GroupChunks]:
+        """The chunks that resuming at ``boundary`` needs and the device has not."""
         parts: list[GroupChunks] = []
         for row, keys in enumerate(rows):
             for group, strategy in enumerate(self._strategies):
@@ -216,7 +217,7 @@ class PrefixPlanner:
     # Loading
 
     def fetch(self, request: PrefixRequest, plan: PrefixPlan, now_s: float) -> Fetch:
-        """Start to bring what the plan lacks into host memory. Whoever calls releases it."""
+        """Start to load the plan's chunks into host memory. The caller releases the fetch."""
         assert self._store is not None
         if request.limit_s is None and plan.saved_tokens:
             request.limit_s = self._cost_model.load_limit_s(plan.saved_tokens)
@@ -232,8 +233,8 @@ class PrefixPlanner:
         fetched: Iterable[Fetched],
         table: Callable[[GroupChunks], IntArray] | None = None,
     ) -> list[tuple[GroupChunks, CopyPlan]] | None:
-        """The copies of what was fetched; ``None`` when chunks did not come, which are then refused. ``table``: the
-        device block of each block of the sequence; by default block b of the sequence is block b.
+        """The copies to the device of what was fetched; ``None``, with the chunks refused, if some are missing.
+        ``table``: the block table, by default the identity.
         """
         copies: list[tuple[GroupChunks, CopyPlan]] = []
         refused: set[bytes] = set()
@@ -255,7 +256,7 @@ class PrefixPlanner:
         return None if refused else copies
 
     def refuse_missing(self, request: PrefixRequest, plan: PrefixPlan) -> bool:
-        """Whether chunks did not come, which are then refused: ``copies`` for who copies nothing."""
+        """Refuse chunks that were not fetched; whether there were any. For callers without ``copies``."""
         missing = [
             key
             for part, slots, _ in plan.fetched()
@@ -265,31 +266,29 @@ class PrefixPlanner:
         request.refused.update(missing)
         return bool(missing)
 
-    def brought(self, plan: PrefixPlan) -> dict[int, int]:
-        """Bytes that the fetch has brought from each tier below the host."""
+    def loaded_bytes(self, plan: PrefixPlan) -> dict[int, int]:
+        """Bytes that the fetch has loaded from each tier below the host."""
         assert plan.fetch is not None
         sizes = (self._strategies[part.group].group.bytes_per_chunk for part in plan.loads)
         return bytes_of_tiers(zip(plan.fetch.sources, sizes, strict=True))
 
     def learn(self, plan: PrefixPlan, now_s: float) -> None:
-        """Teach the cost model what the tiers have delivered: only when the end of the fetch was seen at once."""
+        """Update the cost model with the fetch's speed. Only valid if its end was noticed at once."""
         assert plan.fetch is not None
         if all((slots >= 0).all() for slots in plan.fetch.slots):
-            self._cost_model.delivered(self.brought(plan), now_s - plan.began_s)
-        elif plan.began_s < plan.fetch.deadline_s <= now_s:  # else each prompt would wait for its tier anew
-            self._cost_model.missed(plan.bytes_below, self.brought(plan), now_s - plan.began_s)
+            self._cost_model.delivered(self.loaded_bytes(plan), now_s - plan.began_s)
+        elif plan.began_s < plan.fetch.deadline_s <= now_s:  # else every prompt would wait for that tier again
+            self._cost_model.missed(plan.bytes_below, self.loaded_bytes(plan), now_s - plan.began_s)
 
     def overlap(self, row: RowKeys, begin: int, end: int, step: int, now_s: float) -> OverlappedLoad:
-        """Load what lies between two boundaries, while it is computed from its front on. ``step``: where forwards
-        end.
-        """
+        """Start an overlapped load of ``[begin, end)``. ``step``: forwards end at multiples of it."""
         assert self._store is not None
         return OverlappedLoad(self._store, self._strategies, self._cost_model, row, range(begin, end), step, now_s)
 
 
 def device_masks(strategies: Sequence[GroupStrategy], tokens: int) -> list[MaskArray]:
-    """What a device has that can resume at ``tokens``, a multiple of every block: all blocks before it, or the state
-    there.
+    """The masks of a device that can resume at ``tokens``, a multiple of every block size: all blocks before it, or the
+    recurrent state there.
     """
     found = []
     for strategy in strategies:
@@ -303,8 +302,8 @@ def device_masks(strategies: Sequence[GroupStrategy], tokens: int) -> list[MaskA
     return found
 
 
-def _either(a: Sequence[MaskArray], b: Sequence[MaskArray]) -> list[MaskArray]:
-    """The blocks that are valid in one or the other; arrays may end early."""
+def _union(a: Sequence[MaskArray], b: Sequence[MaskArray]) -> list[MaskArray]:
+    """The union of masks; arrays may differ in length."""
     return [
         _joined(one, other) if len(one) and len(other) else one if len(one) else other
         for one, other in zip(a, b, strict=True)

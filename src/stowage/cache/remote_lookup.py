@@ -1,7 +1,7 @@
-"""What shared tiers are asked about a prompt, and how long its admission waits for what they say.
+"""Asynchronous look-ups of a prompt in shared tiers, and how long its admission waits for them.
 
-Never slower than not having it: an admission waits no longer than a small share of the time that the prompt would take
-to compute, and not at all for a tier that lately took longer than that. What is answered later serves the next prompt.
+An admission waits at most for a small share of the prompt's compute time, and not at all for a tier that lately took
+longer than that. Later answers serve the next prompt.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RemoteLookup:
 
     @property
     def asks(self) -> bool:
-        """Whether there is anything to ask."""
+        """Whether there are shared tiers."""
         return self._store is not None
 
     def ask(
@@ -56,7 +56,7 @@ class RemoteLookup:
         now_s: float,
         certain: Mapping[int, Certain] = MappingProxyType({}),
     ) -> None:
-        """Start to ask about up to ``usable`` tokens of each row. ``certain``: of groups of which not every chunk is
+        """Start look-ups for up to ``usable`` tokens of each row. ``certain``: for groups of which not every chunk is
         stored, those that are.
         """
         if self._store is None:
@@ -70,7 +70,7 @@ class RemoteLookup:
         request.probes = [one for one in self._store.probe(wanted, certain) if one.expected_s <= limit_s]
 
     def pending(self, request: PrefixRequest, now_s: float) -> bool:
-        """Whether an admission should wait for answers still."""
+        """Whether an admission should still wait for answers."""
         if request.probes and (now_s >= request.answers_until_s or all(probe.done for probe in request.probes)):
             request.probes = []
         return bool(request.probes)

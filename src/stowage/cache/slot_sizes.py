@@ -36,7 +36,7 @@ class Sizes:
         self._few_bytes.setflags(write=False)
         self._few_masks.setflags(write=False)
 
-    def taken(self, slots: IntArray, group: int | IntArray) -> None:
+    def assign(self, slots: IntArray, group: int | IntArray) -> None:
         """The slots are for chunks of this group from now on, or each for one of its own; -1 is ignored."""
         if not self._is_one:
             there = slots >= 0

@@ -23,7 +23,7 @@ class State(enum.IntEnum):
 # The states as array values: an enum's attribute costs as much as a small array operation.
 FREE, RESERVED, FILLING, READY, STALE, PRIVATE = (np.uint8(state) for state in State)
 ONLY_READY = bytes((State.READY,))
-ON_THE_WAY = bytes((State.RESERVED, State.FILLING))
+IN_FLIGHT = bytes((State.RESERVED, State.FILLING))
 
 
 def gains(masks: MaskArray, held: MaskArray) -> BoolArray:

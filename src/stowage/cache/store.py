@@ -1,10 +1,9 @@
 """The tiered store: host arena and lower tiers as one store of chunks. Drives `cache.flow` with real tiers and a clock.
 
-Owns the arena, the flow and the tiers. All methods are called from one thread, the engine's; the workers of the tiers
-only queue outcomes and call `wake`, which is the one thing here that other threads touch. No method but `wait`, `flush`
-and `close` blocks.
+Owns the arena, the flow and the tiers. All methods are called from the engine's thread, except `wake`, which any thread
+may call; tier workers only queue outcomes and call it. Only `wait`, `flush` and `close` block.
 
-Every chunk passes through the host arena, on its way down as well as up; without host memory there is no store.
+Every chunk passes through the host arena in both directions; without host memory there is no store.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ __all__ = ["Fetch", "TieredStore"]
 
 _SPILL_BYTES_MAX = 256 << 20
 _POLL_S = 0.002
-"""How often tiers that cannot announce their outcomes are asked."""
+"""Polling interval for tiers that cannot call `wake`."""
 
 
 class Signal(Protocol):
-    """What threading.Event offers of itself here."""
+    """The part of threading.Event that is used here."""
 
     def set(self) -> None: ...
 
@@ -54,11 +53,11 @@ class Signal(Protocol):
 class TieredStore:
     """Chunks by key, in host and in `tiers`, fastest first.
 
-    `host_bytes` is a hard limit. `spill_bytes_max` bounds the bytes that are being written to lower tiers at a time,
-    all tiers together; one chunk per tier is always allowed. `clock` must be the clock that deadlines are given in.
-    `wake` is what `wait` sleeps on and tiers set (a simulator passes its own). `shared`: other processes may map the
-    arena. `published`: they are also told what is in it (`table`). `common_slots`: see `split_arena`. `policy`: which
-    chunks leave when host memory is full, one of `core.policy.POLICIES`.
+    `host_bytes` is a hard limit. `spill_bytes_max` limits the bytes in flight to lower tiers, all tiers together; one
+    chunk per tier is always allowed. `clock` must be the clock that deadlines are given in. `wake` is the event that
+    `wait` sleeps on (a simulator passes its own). `shared`: other processes may map the arena. `published`: they can
+    also look up its chunks (`table`). `common_slots`: see `split_arena`. `policy`: the eviction policy, one of
+    `cache.policy.POLICIES`.
     Raises ConfigError (BudgetError) for sizes that cannot work.
     """
 
@@ -119,7 +118,7 @@ class TieredStore:
     # Look-up and fetch
 
     def lookup(self, group: int, keys: list[bytes]) -> MaskArray:
-        """The valid blocks that a fetch of each key would bring from host or the first tier that has it; 0: absent."""
+        """The mask of valid blocks of each key, in host or in the first tier that has it; 0: absent."""
         return self._flow.lookup(group, keys, self._clock())
 
     def sources(self, group: int, keys: list[bytes]) -> SourceArray:
@@ -127,30 +126,31 @@ class TieredStore:
         return self._flow.sources(group, keys, self._clock())
 
     def locate(self, group: int, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
-        """What `lookup` and `sources` say of these keys."""
+        """`lookup` and `sources` in one call."""
         return self._flow.locate(group, keys, self._clock())
 
     def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
-        """Pin what is in host and start to promote the rest; (group, keys) pairs, keys in prompt order. Never blocks.
+        """Pin chunks that are in host and start to promote the rest: (group, keys) pairs, keys in prompt order.
 
-        The fetch is final when `done`, at `deadline_s` at the latest (by `poll`). Give it back with `release`.
+        Never blocks. The fetch is final when `done`, at `deadline_s` at the latest (by `poll`). Call `release` after
+        use.
         """
         fetch = self._flow.fetch(wanted, deadline_s, self._clock())
-        self._act()
+        self._run_actions()
         return fetch
 
     @property
     def probes(self) -> bool:
-        """Whether there are tiers that must be asked what others put there."""
+        """Whether there are shared tiers, whose look-ups are asynchronous."""
         return any(isinstance(tier, Probing) for tier in self.tiers)
 
     def probe(
         self, wanted: Sequence[tuple[int, list[bytes]]], certain: Mapping[int, Certain] = MappingProxyType({})
     ) -> list[Probe]:
-        """Ask those tiers how far they have a prompt: (group, keys) pairs, keys from the prompt's first on.
+        """Ask shared tiers how much of a prompt they have: (group, keys) pairs, keys from the prompt's first on.
 
-        Never blocks; `wait` ends when one has answered. What is found below host already is not asked about.
-        `certain`: for groups of which not every chunk is stored, those that are.
+        Never blocks; `wait` ends when one has answered. Keys that are known to be present are left out. `certain`: for
+        groups of which not every chunk is stored, those that are.
         """
         now_s = self._clock()
         inquiries = [
@@ -176,7 +176,9 @@ class TieredStore:
         return Inquiry(keys[first:], geometry.full_mask, first)
 
     def release(self, fetch: Fetch) -> None:
-        """Unpin the chunks of a fetch. One that is not done is cancelled; what is on its way comes for others."""
+        """Unpin the chunks of a fetch. One that is not done is cancelled; its loads in flight go on for other
+        fetches.
+        """
         self._flow.release(fetch)
 
     # Store
@@ -184,26 +186,26 @@ class TieredStore:
     def reserve(self, group: int | IntArray, keys: list[bytes], masks: MaskArray, after: After = None) -> IntArray:
         """A slot to write each chunk into, for `commit` or `abort`; keys in prompt order.
 
-        -1: an empty mask; stored already, and the new valid blocks are no strict superset; on its way already; no room.
-        Chunks that nobody uses are evicted, in the order of the policy. `after`: the key before the first one's.
-        Of chunks of several prompts: the key before each one's, empty where there is none; their groups may be several
-        that share a slab class, one for each key.
+        -1: an empty mask; stored already, and the new valid blocks are no strict superset; in flight already; no room.
+        Unpinned chunks are evicted in the order of the policy. `after`: the key before the first one's. For chunks of
+        several prompts: a list with the key before each, empty where there is none; `group` may then be an array with
+        a group for each key, of one slab class.
         """
         return self._flow.reserve(group, keys, masks, after)
 
     def commit(self, slots: IntArray) -> None:
-        """The bytes are written (-1 is ignored): the chunks are found from now on, and spilled in the background."""
+        """The bytes are written (-1 is ignored): the chunks can be looked up, and are spilled in the background."""
         self._flow.commit(slots, self._clock())
-        self._act()
+        self._run_actions()
 
     def abort(self, slots: IntArray) -> None:
         """The bytes will not be written (-1 is ignored)."""
         self._flow.abort(slots)
 
     def reserve_private(self, group: int, keys: list[bytes]) -> IntArray:
-        """A slot per chunk that only the caller knows: in no look-up, pinned, never spilled.
+        """A private slot per chunk: outside look-ups, pinned, never spilled.
 
-        All or none: -1 for each, and nothing is evicted, where there is no room for all of them.
+        All or none: -1 for each, and nothing is evicted, if there is no room for all of them.
         """
         return self._flow.reserve_private(group, keys)
 
@@ -212,15 +214,15 @@ class TieredStore:
         self._flow.commit_private(slots)
 
     def name_private(self, groups: IntArray, slots: IntArray, keys: list[bytes], after: list[bytes]) -> IntArray:
-        """Private slots that hold whole chunks, whose keys are known now: reserved for them as by `reserve`, or freed
-        where that gives -1. `after`: the key before each one's. All of one slab class.
+        """Turn private slots with complete chunks into reserved ones, now that their keys are known; as `reserve`, and
+        freed where that gives -1. `after`: the key before each one's. All of one slab class.
         """
         masks = np.array([group.full_mask for group in self.geometry.groups], dtype=np.uint64)[groups]
         ledger = self._flow.ledger
-        new = (ledger.lookup(keys) == 0) & (ledger.find_on_the_way(keys) < 0)
+        new = (ledger.lookup(keys) == 0) & (ledger.find_in_flight(keys) < 0)
         named = np.full(len(keys), -1, np.int64)
         for some in [np.flatnonzero(new), *np.flatnonzero(~new)[:, np.newaxis]]:
-            if len(some):  # free slots are a stack: what is freed last is taken first
+            if len(some):  # free slots are a stack: `reserve` takes the slot freed last
                 self._flow.drop_private(slots[some][::-1])
                 names, before = [keys[one] for one in some.tolist()], [after[one] for one in some.tolist()]
                 named[some] = self._flow.reserve(groups[some], names, masks[some], before)
@@ -236,25 +238,25 @@ class TieredStore:
         return self.arena.slot_view(slot, self.geometry.groups[group].bytes_per_chunk)
 
     def drop_host(self) -> int:
-        """Evict every chunk from host that nobody uses. How many there were."""
+        """Evict every unpinned chunk from host. Returns how many there were."""
         return self._flow.drop_host()
 
     # Driving
 
     def poll(self) -> None:
-        """Take the outcomes of the tiers and let time pass. Cheap when nothing is under way."""
-        # Cleared before the tiers are asked: an outcome that is queued afterwards sets it again.
+        """Process the tiers' outcomes and passed deadlines. Cheap when nothing is in flight."""
+        # Cleared before polling: an outcome that is queued meanwhile sets it again.
         self._wake.clear()
         if self._flow.flights():
             for tier in self._guarded:
                 for outcome in tier.poll():
                     self._flow.outcome(outcome.id, outcome.ok, outcome.masks, self._clock(), outcome.refused)
         self._flow.tick(self._clock())
-        self._act()
-        self._notice()
+        self._run_actions()
+        self._log_changes()
 
-    def _notice(self) -> None:
-        """Tell the log what has changed for the worse since the last call, and what is well again."""
+    def _log_changes(self) -> None:
+        """Log breakers that opened or closed, timeouts and a full host since the last call."""
         flow, report = self._flow, self._trouble.report
         for number, breaker in enumerate(flow.breakers):
             name = self.tiers[number].name
@@ -276,7 +278,7 @@ class TieredStore:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way and nothing waits to be written: nobody need poll."""
+        """Whether nothing is in flight or queued for a spill: no need to poll."""
         return not self._flow.flights() and self._flow.spills_idle()
 
     def wait(self, timeout_s: float) -> None:
@@ -292,7 +294,7 @@ class TieredStore:
         self._wake.set()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to be spilled. False when that takes longer than `timeout_s`."""
+        """Wait until everything is spilled. False when that takes longer than `timeout_s`."""
         end_s = self._clock() + timeout_s
         self.poll()
         while not self._flow.spills_idle():
@@ -306,8 +308,8 @@ class TieredStore:
     def _failed(self, tier: int) -> None:
         self._flow.breakers[tier].failed(self._clock())
 
-    def _act(self) -> None:
-        """Carry out what the flow asks for. A tier that cannot even begin has failed that transfer."""
+    def _run_actions(self) -> None:
+        """Run the flow's actions. If a tier cannot start a transfer, that transfer has failed."""
         actions = self._flow.take_actions()
         while actions:
             for action in actions:
@@ -318,7 +320,7 @@ class TieredStore:
                 buffers = self.arena.slot_views(action.slots, action.sizes)
                 transfer = Transfer(action.id, list(action.keys), buffers, action.masks, action.deadline_s)
                 if not tier.begin(transfer, load=isinstance(action, StartLoad)):
-                    self._flow.broke(action.id, self._clock())
+                    self._flow.start_failed(action.id, self._clock())
             actions = self._flow.take_actions()
 
     def stats(self) -> dict[str, int | float | str]:
@@ -338,7 +340,7 @@ class TieredStore:
         return stats
 
     def check(self) -> None:
-        """Assert the invariants of everything that this store owns. Linear in the slots."""
+        """Assert all invariants of the store. Linear in the slots."""
         self._flow.check()
         assert self.arena.bytes == sum(slab.slots * slab.slot_bytes for slab in self.slabs)
         assert self.arena.slots == sum(slab.slots for slab in self.slabs)
@@ -346,9 +348,9 @@ class TieredStore:
             assert before.end_bytes <= after.offset_bytes, "slab classes overlap"
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Finish the spills, close the tiers, unmap the arena, within `timeout_s`. Closing twice is the same as once.
+        """Finish the spills, close the tiers, unmap the arena, within `timeout_s`. Idempotent.
 
-        A tier that still has not reported a transfer may yet touch its buffers: the arena then stays mapped.
+        If a transfer is still unreported, its tier may touch the buffers later: the arena then stays mapped.
         """
         if self._closed:
             return
