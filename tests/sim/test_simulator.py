@@ -91,7 +91,7 @@ def outcome_before_the_last_run(patch: pytest.MonkeyPatch) -> None:
             reported.add(flight)
             self._report(flight)
 
-    patch.setattr(loader.Loader, "_settled", settled)
+    patch.setattr(loader.Loader, "_chunks_done", settled)
 
 
 def index_after_reclaim(patch: pytest.MonkeyPatch) -> None:

@@ -139,22 +139,22 @@ def test_transfers_are_one_stream_and_end_one_by_one() -> None:
         transfer_of(1, [1, 2, 3], [10, 11, 12]), transfer_of(2, [4], [13]), transfer_of(3, [5, 6], [14, 15])
     )
     stream = waiting.stream
-    assert stream.ahead(2).keys == [b"\1\0", b"\1\1"] and len(waiting.left) == 2, "no more than is asked for"
-    first = stream.ahead(5)
+    assert stream.peek(2).keys == [b"\1\0", b"\1\1"] and len(waiting.left) == 2, "no more than is asked for"
+    first = stream.peek(5)
     assert first.keys == [b"\1\0", b"\1\1", b"\1\2", b"\2\0", b"\3\0"]
     assert first.masks == [1, 2, 3, 4, 5] and first.lengths == [10, 11, 12, 13, 14]
-    assert stream.ahead(5).keys == first.keys, "they stay there"
+    assert stream.peek(5).keys == first.keys, "they stay there"
     stream.take(4)
-    assert stream.ahead(9).keys == [b"\3\0", b"\3\1"]
+    assert stream.peek(9).keys == [b"\3\0", b"\3\1"]
     stream.payloads_written(3)
     stream.written(2)
-    assert stream.settled() == []
+    assert stream.pop_finished() == []
     stream.take(1)
     stream.payloads_written(1)
     stream.written(2)
-    done = stream.settled()
+    done = stream.pop_finished()
     assert [writing.transfer.id for writing in done] == [1, 2] and all(writing.ok.all() for writing in done)
-    assert stream.settled() == []
+    assert stream.pop_finished() == []
     (left,) = stream.unfinished
     assert left.transfer.id == 3 and not left.ok.any()
     with pytest.raises(AssertionError, match="than were written"):
@@ -176,15 +176,15 @@ def test_what_cannot_be_written_is_refused_and_holds_nobody_up() -> None:
         transfer_of(4, [1], [5]),
     )
     stream = waiting.stream
-    assert stream.ahead(9).keys == [b"\1\0", b"\4\0"] and stream.refused == 4
+    assert stream.peek(9).keys == [b"\1\0", b"\4\0"] and stream.refused == 4
     stream.take(2)
     stream.payloads_written(2)
     stream.written(1)
-    done = stream.settled()
+    done = stream.pop_finished()
     assert [(writing.transfer.id, writing.ok.tolist()) for writing in done] == [
         (1, [True, False, False, False]),
         (2, [False]),
         (3, []),
     ]
     stream.written(1)
-    assert [writing.transfer.id for writing in stream.settled()] == [4] and not stream.ahead(1)
+    assert [writing.transfer.id for writing in stream.pop_finished()] == [4] and not stream.peek(1)

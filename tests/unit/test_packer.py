@@ -168,7 +168,7 @@ def test_other_threads_pack_what_comes_next_and_it_stays_in_its_order() -> None:
     for thread in threads:
         thread.start()
     written: list[bytes] = []
-    while chunks := stream.ahead(100):
+    while chunks := stream.peek(100):
         assert all(chunks.packed) and chunks.masks == [1] * len(chunks)
         written += chunks.keys
         for chunk, payload in zip(chunks.keys, chunks.payloads, strict=True):
@@ -181,7 +181,7 @@ def test_other_threads_pack_what_comes_next_and_it_stays_in_its_order() -> None:
         stream.written(len(chunks))
     for thread in threads:
         thread.join()
-    assert written == [key(number) for number in range(count)] and not begun and len(stream.settled()) == 3
+    assert written == [key(number) for number in range(count)] and not begun and len(stream.pop_finished()) == 3
 
 
 @pytest.mark.skipif(not is_built(), reason="no compiled code")
@@ -196,11 +196,11 @@ def test_no_more_is_packed_than_there_is_memory_for_and_all_of_it_comes_back(mon
     stream = WriteQueue(lambda: transfers.pop() if transfers else None, lambda _: True, packer)
     assert len(stream.pack_ahead()) == 2 and packer.is_full
     for number in range(2):
-        assert stream.ahead(5).keys == [keys[number]]
+        assert stream.peek(5).keys == [keys[number]]
         stream.take(1)
-    assert not stream.ahead(5) and not stream.pack_ahead(), "the payloads that were taken have to be written first"
+    assert not stream.peek(5) and not stream.pack_ahead(), "the payloads that were taken have to be written first"
     stream.payloads_written(1)
-    assert stream.ahead(1).keys == [keys[2]] and packer.is_full
+    assert stream.peek(1).keys == [keys[2]] and packer.is_full
     stream.payloads_written(1)
     assert len(stream.pack_ahead()) == 1
     stream.written(2)

@@ -1,7 +1,7 @@
-"""Which segments are known, and the refresh that follows other processes that write in the same directory.
+"""The catalog of known segments, and the refresh that follows other processes writing to the same directory.
 
-The tier's writer changes it, under a lock that is for `check` only; others look numbers up. A number is never reused:
-a row of the index cannot come to mean another file.
+Only the tier's writer changes it (the lock is for `check`); other threads look up numbers. A number is never reused, so
+a row of the index can never refer to another file.
 
 Invariants (`check`): names and numbers are in bijection; the index holds rows of known segments only.
 """
@@ -28,10 +28,10 @@ __all__ = ["Catalog", "Segment"]
 
 @dataclass(slots=True)
 class Segment:
-    """A segment. `end`: how far it was scanned; `complete`: nothing more will come.
+    """A segment. `end`: how far it was scanned; `complete`: nothing more will be added.
 
-    `guard`: what its chunks are sealed and opened with. None: they are of no use here (of another namespace, under
-    another protection, or under a key that we do not have), and none is in the index.
+    `guard`: seals and opens its chunks. None: they cannot be used here (another namespace, another protection, or an
+    unknown key), and are not in the index.
     """
 
     number: int
@@ -43,17 +43,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What lies in a segment; of each of its batches what can be read, and the number of other chunks.
-
-    The batches themselves are not in `found` any more.
-    """
+    """The scan of a segment: for each batch the usable chunks, and the number of others. `found` has no batches."""
 
     found: SegmentScan
     columns: list[tuple[Columns, int]]
 
 
 class _Memory(threading.local):
-    """For one footer after the other, in each thread: pages that were never used before are slow."""
+    """A buffer for footers, reused in each thread: touching new pages is slow."""
 
     def __init__(self) -> None:
         self._pages = pages(PAGE_BYTES)
@@ -93,7 +90,7 @@ class Catalog:
         return known.name if known else None
 
     def opened(self, number: int) -> tuple[SegmentName, Guard] | None:
-        """What it takes to read a segment that has chunks in the index. None if it is gone."""
+        """Name and guard of a segment with chunks in the index. None if it is gone."""
         known = self._by_number.get(number)
         return (known.name, known.guard) if known and known.guard else None
 
@@ -102,11 +99,11 @@ class Catalog:
         return known.number if known else None
 
     def complete(self) -> set[SegmentName]:
-        """Segments that need no repair as far as is known."""
+        """Segments that are not known to need repair."""
         return {name for name, known in self._by_name.items() if known.complete}
 
     def add(self, name: SegmentName, *, guard: Guard | None, complete: bool, end: int) -> Segment:
-        """A segment that was found or made."""
+        """Adds a segment that was found or created."""
         with self._lock:
             known = Segment(next(self._numbers), name, guard, end, complete)
             self._by_number[known.number] = known
@@ -114,11 +111,11 @@ class Catalog:
             return known
 
     def index_batch(self, known: Segment, entries: segment.Entries, copied_from: int = -1) -> None:
-        """Chunks of our namespace that were written to a segment. `copied_from`: see `Index.insert`."""
+        """Indexes chunks of our namespace that were written to a segment. `copied_from`: see `Index.insert`."""
         self._index_columns(known, *self._columns(entries), copied_from=copied_from)
 
     def _columns(self, entries: segment.Entries) -> tuple[Columns, int]:
-        """Those chunks that can be read, and the number of others. Any thread."""
+        """The usable chunks, and the number of others. Any thread."""
         voided = entries["mask"] == 0  # a scrub empties the entries of what it removes
         if voided.any():
             entries = entries[~voided]
@@ -128,12 +125,12 @@ class Catalog:
     def _index_columns(
         self, known: Segment, columns: Columns, others: int, rows_at_once: int = ROWS_AT_ONCE, copied_from: int = -1
     ) -> None:
-        if others:  # nobody writes such envelopes into a segment of this namespace and method
+        if others:  # no writer puts such envelopes into a segment of this namespace and method
             self._counters.add("corrupt", others, segment=str(known.name))
         self._index.insert(known.number, columns, rows_at_once, copied_from)
 
     def forget(self, name: SegmentName) -> None:
-        """The segment is gone: so are its chunks."""
+        """Removes a segment that is gone, and its chunks."""
         with self._lock:
             known = self._by_name.pop(name, None)
             if known is not None:
@@ -147,14 +144,13 @@ class Catalog:
     def refresh(self, rows_at_once: int = ROWS_AT_ONCE, *, to_first_torn: bool = False) -> None:
         """Finds new segments and new batches of live ones, drops what has vanished. Raises OSError.
 
-        `rows_at_once`: see `Index.insert`. Many for an index that nobody looks into yet. `to_first_torn`: only as far
-        as segments are whole. What comes after one that is not waits, because the newest record of a key has to come
-        last.
+        `rows_at_once`: see `Index.insert`; many while the index is not in use yet. `to_first_torn`: stop at the first
+        torn segment. Later ones must wait, because the newest record of a key has to be indexed last.
         """
         entries = self._directory.entries()
         names = {entry.name for entry in entries if entry.name}
         self.bytes_used = sum(entry.bytes for entry in entries)
-        self.ignored = max(0, len(entries) - len(names) - 2)  # the directory itself and its lock are no strangers
+        self.ignored = max(0, len(entries) - len(names) - 2)  # without the directory itself and its lock
         for gone in [name for name in self._by_name if name not in names]:
             self.forget(gone)
         self._damaged &= names
@@ -174,7 +170,7 @@ class Catalog:
     def _look(
         self, memory: _Memory, segment_known: tuple[SegmentName, Segment | None]
     ) -> _Seen | OSError | FormatError:
-        """What is in a new segment, or was added to a live one. Any thread; changes nothing."""
+        """Scans a new segment, or what was added to a live one. Any thread; changes nothing."""
         name, known = segment_known
         try:
             with self._directory.open_segment(name) as file:
@@ -191,7 +187,7 @@ class Catalog:
             return error
 
     def _take(self, name: SegmentName, known: Segment | None, seen: _Seen, rows_at_once: int) -> None:
-        """Indexes it."""
+        """Indexes the scan of a segment."""
         found = seen.found
         if found.state is State.EMPTY:
             return  # in the making
@@ -214,7 +210,7 @@ class Catalog:
         known.complete = found.state is State.SEALED
 
     def _guard(self, name: SegmentName, header: SegmentHeader) -> Guard | None:
-        """None: the segment's chunks are of no use here."""
+        """The guard of a segment; None: its chunks cannot be used here."""
         return self._protection.guard(name.id, header.mark) if header.namespace == self._namespace else None
 
     def _is_ours(self, name: SegmentName, header: SegmentHeader) -> bool:

@@ -1,4 +1,4 @@
-"""What was hit outlives its segment: of the one that is next to go, chunks that were read go into the new one."""
+"""Compaction: chunks that were hit are copied from the segment that is reclaimed next into the new one."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ class Compactor:
     def copy(
         self, victim: SegmentName, active: ActiveSegment, known: Segment, *, keep_bytes: int, except_for: Set[bytes]
     ) -> Iterator[Entries]:
-        """Copies chunks that were hit from the segment that goes next into a new one, `active`, which the catalog knows
-        as `known`. Yields each batch when its chunks are found there. Leaves room for one of `keep_bytes`. Raises
-        OSError.
+        """Copies chunks that were hit from the next victim to the new segment `active` (`known` in the catalog). Yields
+        each batch when it is indexed. Leaves room for a chunk of `keep_bytes`. Raises OSError.
 
-        `except_for`: keys that are being written, maybe into the segment before. A copy behind them would be taken for
-        the newest record, and has fewer blocks.
+        `except_for`: keys that are being written, maybe to the previous segment. A copy written after them would count
+        as the newest record, although it has fewer blocks.
         """
         number = self._catalog.number_of(victim)
         if number is None:
@@ -73,7 +72,7 @@ class Compactor:
                 yield entries
 
     def _read(self, keys: list[bytes], found: Found) -> Chunks:
-        """Those that verify, as they lie."""
+        """The chunks that verify, as stored."""
         lengths = found.lengths.tolist()
         memory = pages(sum(map(segment.round_up, lengths)))
         buffers = []
@@ -86,5 +85,5 @@ class Compactor:
             for n, result in enumerate(self._reader.read(run)):
                 if result is Result.OK:
                     chunks.add(Chunks([run.keys[n]], [run.masks[n]], [run.buffers[n]], [run.packed[n]]))
-        self._reader.rest()
+        self._reader.close_file()
         return chunks

@@ -81,7 +81,7 @@ class Inspector:
             buffers = self._buffers(lengths)
             for run in plan_runs(records.keys[part], buffers, found.part(part), lambda _: (name, guard), 1):
                 results = reader.read(run)
-                reader.rest()
+                reader.close_file()
                 if Result.GONE in results:
                     raise FileNotFoundError
                 for offset, buffer, result in zip(run.offsets, run.buffers, results, strict=True):

@@ -1,15 +1,14 @@
 """Loads: a bounded queue of transfers, and the reader threads that serve it.
 
-Transfers that wait at the same time and have nearly one deadline are planned together by the first free reader, so that
-what is asked for at one time is read in the order of the disk, whatever the order of its chunks; those that come while
-others of that deadline are being read are planned anew with what is left of these. Where much of a plan is scattered,
-it waits for a moment first: what comes then may lie between. A run is cut off the plan when a reader is free, and a
-transfer is finished by whoever reads its last chunks. A run whose deadline has passed is not started. A reader that
-hangs in the kernel keeps the transfers of its run unreported (their buffers are in the kernel's hands) while the other
-readers go on; what is queued behind expires by `expire`, which needs no reader.
+The first free reader plans all queued transfers with similar deadlines together (a bundle), so that they are read in
+disk order. Transfers that arrive later with such a deadline are merged into the rest of the plan. If many chunks of a
+plan are scattered, it waits a moment first, since chunks in between may be requested next. A reader takes one run of
+the plan at a time; the reader of a transfer's last chunks reports it. A run past its deadline is not started. A reader
+that hangs in the kernel keeps the transfers of its run unreported (the kernel may still write to their buffers); the
+other readers go on, and `expire` fails what is queued, without a reader.
 
-What lies packed is read by a few readers at a time, which go on with the next run at once, and unpacked by the others:
-a disk may tell of several reads together, and all who waited for them would unpack at the same time while it idles.
+Only a few readers at a time read packed chunks, and go on with the next run at once; the others unpack. Otherwise, when
+a disk completes several reads together, all readers would unpack at the same time while the disk idles.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from stowage.storage.protocol import Transfer
 __all__ = ["Loader", "patience_s"]
 
 QUIET_S: Final = 0.0015
-"""A scattered plan begins when nothing has come for so long. To ask for a thousand chunks takes a millisecond; beside
-busy readers, whoever asks for several thousand is not done before much of them has been read piece by piece."""
+"""A scattered plan begins when no transfer has arrived for this long. Requesting a thousand chunks takes a millisecond,
+more beside busy readers: without the wait, many would be read one by one before the rest is requested."""
 SCATTERED_BYTES_MIN: Final = 4 << 20
 SCATTERED_BYTES_PER_S: Final = 1.4e9
-"""What a disk that gives twice that in one piece gives of 64 KiB here and there (docs/benchmarks.md)."""
+"""Rate for scattered reads of 64 KiB, on a disk with twice that for sequential ones (docs/benchmarks.md)."""
 PATIENCE: Final = 0.25
 COUNTED: Final = {
     Result.CORRUPT: "corrupt",
@@ -49,21 +48,18 @@ COUNTED: Final = {
 
 
 def patience_s(scattered_bytes: int) -> float:
-    """How long a plan with so many bytes here and there waits at most, whatever comes: a quarter of the time that
-    reading these takes.
-    """
+    """How long a plan with this many scattered bytes waits at most: a quarter of the time that reading them takes."""
     return scattered_bytes / SCATTERED_BYTES_PER_S * PATIENCE if scattered_bytes >= SCATTERED_BYTES_MIN else 0.0
 
 
 Arrival = tuple[list[Share], Run, Fetched, memoryview]
-"""A run with packed chunks that was read into that memory."""
+"""A run with packed chunks, and the memory that it was read into."""
 
 
 class Loader:
-    """Any thread may submit. `_queued` waits to be planned, `_planned` has runs that no reader has taken yet, and
-    `_arrived` waits to be unpacked.
+    """Any thread may submit. `_queued`: to be planned; `_planned`: runs to be read; `_arrived`: runs to be unpacked.
 
-    A plan waits for others no longer than `patience_s` of the bytes that are scattered in it.
+    A plan waits for other transfers at most `patience_s` of its scattered bytes.
     """
 
     def __init__(self, shared: Shared, *, readers: int, patience_s: Callable[[int], float]) -> None:
@@ -91,16 +87,16 @@ class Loader:
 
     @property
     def in_flight(self) -> int:
-        """Transfers that were taken and not reported yet."""
+        """Transfers that were accepted and not reported yet."""
         return self._in_flight
 
     @property
     def waiting(self) -> bool:
-        """Whether there is something that no reader has begun."""
+        """Whether some transfer or run has not been started by a reader."""
         return bool(self._queued or self._planned)
 
     def submit(self, transfer: Transfer) -> bool:
-        """Takes the transfer, or returns False at once when the queue is full or closed."""
+        """Queues the transfer, or returns False at once when the queue is full or closed."""
         count = len(transfer.keys)
         flight = Flight(transfer, np.zeros(count, np.bool_), np.zeros(count, np.uint64))
         with self._lock:
@@ -110,18 +106,18 @@ class Loader:
             self._queued.append(flight)
             self._newest_s = self._timer()
             first = len(self._queued) == 1
-        if first:  # whoever comes for the first plans those behind it too
+        if first:  # the reader that plans the first transfer plans those behind it, too
             self._worker_pool.wake()
         return True
 
     def expire(self) -> None:
-        """Gives up what is queued past its deadline. Cheap when nothing is."""
+        """Fails queued transfers past their deadline. Cheap when the queue is empty."""
         if self.waiting:
             now_s = self._clock()
             self._give_up(lambda deadline_s: deadline_s < now_s)
 
     def close(self, seconds: Callable[[], float]) -> bool:
-        """Ends the threads once the queue is empty; after `seconds()` gives up what has not begun. False: one hangs."""
+        """Ends the threads once the queue is empty; after `seconds()`, fails what has not begun. False: one hangs."""
         self._closing = True
         self._worker_pool.wake(self._readers)
         self._worker_pool.join(max(0.0, seconds()))
@@ -143,11 +139,11 @@ class Loader:
             self._give_up_rest(bundle)
 
     def _give_up_rest(self, bundle: Bundle) -> None:
-        """Nobody has begun these chunks, and nobody will."""
+        """Fails the chunks of the bundle that no reader has started."""
         assert bundle.plan is not None
         for flight, mine, _ in bundle.share(bundle.plan.rest()[0].tolist()):
             self._expired(flight, len(mine))
-            self._settled(flight, len(mine))
+            self._chunks_done(flight, len(mine))
 
     def _expired(self, flight: Flight, chunks: int) -> None:
         self._counters.add("timed_out", chunks)
@@ -155,7 +151,7 @@ class Loader:
             flight.failures["timed out"] += chunks
 
     def _turn(self, reader: Reader) -> float | None:
-        """A reader's turn: one run that is read, or else unpacked, or the transfers that wait to be planned."""
+        """One turn of a reader: read a run, or unpack one, or plan queued transfers."""
         helpers = 0
         run = memory = arrival = None
         with self._lock:
@@ -167,7 +163,7 @@ class Loader:
                 if self._begin(bundle):
                     helpers = self._helpers(bundle)
                 elif self._queued:
-                    helpers = 1  # should this reader hang, somebody else plans them
+                    helpers = 1  # if this reader hangs, another one plans them
                 run, memory = self._take(bundle)
             elif bundle is None and self._arrived:
                 arrival = self._arrived.popleft()
@@ -176,7 +172,7 @@ class Loader:
         if arrival is not None:
             self._serve_arrived(reader, *arrival)
         elif bundle is None:
-            reader.rest()
+            reader.close_file()
             return None if closing else pause_s or math.inf
         elif run is None:
             self._serve_fresh(bundle, fresh)
@@ -185,25 +181,25 @@ class Loader:
         return 0
 
     def _pause_s(self) -> float:
-        """How long the first bundle still waits for others. The lock is held."""
+        """How long the first bundle still waits for other transfers. The lock is held."""
         if not self._planned:
             return 0.0
         return max(0.0, min(self._newest_s + QUIET_S, self._planned[0].limit_s) - self._timer())
 
     @staticmethod
     def _begin(bundle: Bundle) -> bool:
-        """It waits no more. Whether it did: then its readers have to be woken."""
+        """Ends the bundle's wait. Returns whether it was waiting: then readers must be woken."""
         held = not math.isinf(bundle.limit_s)
         bundle.limit_s = -math.inf
         return held
 
     def _helpers(self, bundle: Bundle) -> int:
-        """How many readers it is worth waking."""
+        """How many readers to wake for the bundle."""
         assert bundle.plan is not None
         return min(self._readers, bundle.plan.runs_about)
 
     def _may_take(self) -> bool:
-        """Whether there is a run, and memory for it. The lock is held."""
+        """Whether there is a run to read, and memory for it. The lock is held."""
         if not self._planned:
             return False
         plan = self._planned[0].plan
@@ -211,7 +207,7 @@ class Loader:
         return not plan.is_packed_next or self._staging.may_lend
 
     def _take(self, bundle: Bundle) -> tuple[Run, memoryview | None]:
-        """The next run of the first bundle, and memory for what lies packed. The lock is held."""
+        """The next run of the bundle, and memory for its packed chunks. The lock is held."""
         assert bundle.plan is not None
         run = bundle.plan.take(bundle.keys, bundle.buffers)
         if not len(bundle.plan):
@@ -220,10 +216,9 @@ class Loader:
         return run, self._staging.lend(nbytes) if nbytes else None
 
     def _waiting_for_a_plan(self) -> tuple[list[Flight], Bundle | None]:
-        """Takes the oldest transfer from the queue and those that suit it, with the bundle that they belong to.
+        """Takes the oldest transfer and those with similar deadlines from the queue, with the bundle that they join.
 
-        None if that is not their turn: others are being read, or are being planned (whoever does it looks here again
-        when it is done). The lock is held.
+        None while another bundle is being read or planned (its reader looks here again afterwards). The lock is held.
         """
         if not self._queued or self._planning:
             return [], None
@@ -239,7 +234,7 @@ class Loader:
         return fresh, bundle
 
     def _serve_fresh(self, bundle: Bundle, fresh: list[Flight]) -> None:
-        """Plans what is new in a bundle that nobody else can see now."""
+        """Plans the new transfers of a bundle that no other thread can see now."""
         first = len(bundle.flights)
         bundle.add(fresh)
         plan: Plan | None = None
@@ -260,7 +255,9 @@ class Loader:
         with self._lock:
             self._planning = False
             if left is not None:
-                self._newest_s = self._timer()  # nobody could ask while this was planned, and held Python's lock
+                self._newest_s = (
+                    self._timer()
+                )  # planning held Python's lock, so no transfer could be submitted meanwhile
                 bundle.limit_s = self._newest_s + wait_s if wait_s > 0 else -math.inf
                 self._planned.appendleft(bundle)
         if left is not None and wait_s <= 0:
@@ -269,8 +266,8 @@ class Loader:
             self._report(flight)
 
     def _plan(self, bundle: Bundle, first: int) -> Plan:
-        """Where the chunks from flight `first` on lie, in the order of the disk, with what is left of those before.
-        What is absent or of another length fails here; the rest is what the flights have left.
+        """A plan, in disk order, of the chunks from flight `first` on and the unread rest of the old plan. Chunks that
+        are absent or of another length fail here.
         """
         begin = bundle.starts[first]
         keys, buffers = bundle.keys[begin:], bundle.buffers[begin:]
@@ -303,7 +300,7 @@ class Loader:
             else:
                 fetched = self._fetch(reader, run, memory)
             if not self.waiting:
-                reader.rest()  # before anybody hears of it: who does may want the segment's room
+                reader.close_file()  # before the report: its receiver may need the segment's space
         except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
             self._counters.fault("a disk reader failed")
         if memory is None:
@@ -343,20 +340,20 @@ class Loader:
                 self._staging.give_back(memory, run.packed_bytes)
 
     def _serve_fetched(self, reader: Reader, shares: list[Share], run: Run, fetched: Fetched | None) -> None:
-        """The rest for a run; None: it was not read."""
+        """Verifies and unpacks a run that was read, and records its results; None: it was not read."""
         try:
             if fetched is not None:
-                self._settle(shares, run, reader.finish(fetched))
+                self._record_results(shares, run, reader.finish(fetched))
         except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
             self._counters.fault("a disk reader failed")
         for flight, mine, _ in shares:
-            self._settled(flight, len(mine))
+            self._chunks_done(flight, len(mine))
 
-    def _settle(self, shares: list[Share], run: Run, results: list[Result]) -> None:
+    def _record_results(self, shares: list[Share], run: Run, results: list[Result]) -> None:
         all_good = results.count(Result.OK) == len(results)
         for flight, mine, indices in shares:
             if all_good:
-                flight.ok[indices] = True  # nobody else writes these
+                flight.ok[indices] = True  # no other thread writes these
                 continue
             fine = [index for at, index in zip(mine, indices, strict=True) if results[at] is Result.OK]
             bad = [results[at].name.lower() for at in mine if results[at] is not Result.OK]
@@ -373,12 +370,12 @@ class Loader:
             return
         for at, result in enumerate(results):
             if result is not Result.OK:
-                # Even where it was only the disk that failed: forgotten, the chunk is written anew by the next store.
+                # Even if only the disk failed: once forgotten, the chunk is written again by the next store.
                 self._index.drop_record(run.keys[at], run.segment, run.offsets[at])
                 self._counters.add(COUNTED[result], segment=str(run.name))
 
-    def _settled(self, flight: Flight, chunks: int) -> None:
-        """So many chunks of a flight will not be touched any more. Reports it with the last ones."""
+    def _chunks_done(self, flight: Flight, chunks: int) -> None:
+        """This many chunks of a flight are finished; reports it with the last ones."""
         with self._lock:
             flight.chunks_left -= chunks
             done = flight.chunks_left == 0

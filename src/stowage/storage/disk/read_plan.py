@@ -1,10 +1,10 @@
-"""Which chunks are to be read next: in the order of the disk, neighbours together. No I/O.
+"""Plans reads: chunks in disk order, neighbours together. No I/O.
 
     found chunks -> sorted by segment and offset -> stretches (nearly no gaps) -> runs, each cut off when asked for
 
-A run is what one reader reads at a time: up to 4 MiB of one stretch, or several short stretches that make up 1 MiB,
-so that scattered chunks do not cost a turn of a thread each. What lies packed is read in shorter runs, into memory that
-stays in the processor's cache until it is unpacked.
+A run is what one reader reads at a time: up to 4 MiB of one stretch, or several short stretches up to 1 MiB, so that
+scattered chunks do not need a thread wake-up each. Runs of packed chunks are shorter: their memory should stay in the
+CPU's cache until it is unpacked.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Opened = Callable[[int], "tuple[SegmentName, Guard] | None"]
 class Run:
     """Chunks of one segment in ascending order. Parallel columns.
 
-    `positions`: where the chunks stand in what was planned. `bounds`: where its stretches begin, and its end: [0, 4, 6]
-    are the first four chunks, then two. `lengths` and `digests` are those of what lies there, which may be `packed`.
+    `bounds`: [0, 4, 6] are two stretches, of the first four chunks and of the next two. `positions`: indices of the
+    chunks in the plan's input. `lengths` and `digests` are those of the stored bytes, which may be `packed`.
     """
 
     name: SegmentName
@@ -60,12 +60,12 @@ class Run:
 
     @property
     def last(self) -> int:
-        """Where the last payload ends."""
+        """End of the last payload."""
         return self.offsets[-1] + self.lengths[-1]
 
     @property
     def end(self) -> int:
-        """Where its last page ends."""
+        """End of the last page."""
         return self.offsets[-1] + round_up(self.lengths[-1])
 
     @property
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def packed_bytes(self) -> int:
-        """Of whole pages, what lies packed."""
+        """Bytes of packed chunks, in whole pages."""
         return sum(round_up(length) for length, is_packed in zip(self.lengths, self.packed, strict=True) if is_packed)
 
     def part(self, first: int, after: int) -> Run:
@@ -98,10 +98,10 @@ class Run:
 
 
 class Plan:
-    """Chunks that nobody has begun to read. Not for several threads at once. `positions`: of all, the begun ones too.
+    """Chunks to be read. Not thread-safe. `positions`: of all chunks, including those already taken.
 
-    `found` has a row for each position. `opened`: the segments' names and guards by number; all are there.
-    `runs_about`: how many readers it is worth waking for. `scattered_bytes`: in stretches too short for a disk's rate.
+    `found` has a row for each position. `opened`: names and guards of all segments, by number. `runs_about`: an
+    estimate of its runs, for waking readers. `scattered_bytes`: bytes in stretches too short for sequential speed.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Plan:
         apart = (found.segments[1:] != found.segments[:-1]) | (gaps < 0) | (gaps > GAP_BYTES_MAX)
         self._bounds = [*((apart.nonzero()[0] + 1).tolist()), len(order)]
         self._segments, self._offsets, self._ends = found.segments.tolist(), found.offsets.tolist(), ends.tolist()
-        share = int(found.lengths.sum()) // readers  # a few chunks are read by all readers
+        share = int(found.lengths.sum()) // readers  # so that a short plan is shared by all readers
         self._packed = found.packed.tolist()
         self._run_bytes = min(max(share, RUN_BYTES_MIN), RUN_BYTES_MAX) + PAGE_BYTES
         self._packed_run_bytes = min(self._run_bytes, PACKED_RUN_BYTES)
@@ -131,11 +131,11 @@ class Plan:
         self._next: tuple[int, int, list[int]] | None = None
 
     def __len__(self) -> int:
-        """Chunks that are left."""
+        """Chunks not taken yet."""
         return len(self._offsets) - self._at
 
     def rest(self) -> tuple[IntArray, Found, Mapping[int, tuple[SegmentName, Guard]]]:
-        """What is left, as it was given."""
+        """The inputs of a plan for the chunks not taken yet."""
         left = slice(self._at, None)
         return self.positions[left], self._found.part(left), self._opened
 
@@ -145,7 +145,7 @@ class Plan:
         return any(self._packed[self._at : self._cut()[0]])
 
     def _cut(self) -> tuple[int, int, list[int]]:
-        """The next run: where it ends, the stretch that comes then, and its bounds."""
+        """The next run: its end, the stretch after it, and its bounds."""
         if self._next is not None:
             return self._next
         first = at = self._at
@@ -195,8 +195,8 @@ class Plan:
 
 
 def make_plan(positions: IntArray, found: Found, opened: Opened, readers: int, rest: Plan | None = None) -> Plan:
-    """A plan of chunks that were found, and of what is left of another one. Chunks of segments that `opened` does not
-    know are gone: left out.
+    """A plan of chunks that were found, and of the rest of another plan. Leaves out chunks of segments that are not in
+    `opened`: they are gone.
     """
     known: dict[int, tuple[SegmentName, Guard]] = {}
     for segment in np.unique(found.segments).tolist():
@@ -217,7 +217,7 @@ def make_plan(positions: IntArray, found: Found, opened: Opened, readers: int, r
 def plan_runs(
     keys: Sequence[bytes], buffers: Sequence[memoryview], found: Found, opened: Opened, readers: int
 ) -> list[Run]:
-    """The chunks that lie there with the length of their buffers, as runs in the order of the disk."""
+    """Runs, in disk order, of the found chunks whose length is that of their buffers."""
     lengths = np.fromiter((buffer.nbytes for buffer in buffers), np.int64, len(buffers))
     here = np.flatnonzero((found.segments >= 0) & (found.lengths == lengths))
     plan = make_plan(here, found.part(here), opened, readers)

@@ -1,7 +1,7 @@
-"""Reads chunks: neighbours in a segment together, straight into their buffers, each verified before it counts.
+"""Reads chunks: neighbours in a segment together, directly into their buffers, each verified before use.
 
-What lies packed is read into other memory, verified there, and unpacked into its buffer. Reading is one step, what the
-processor does with it another: `fetch`, then `finish`, by another thread if that suits.
+Packed chunks are read into other memory, verified there, and unpacked into their buffers. Reading (`fetch`) and
+verifying and unpacking (`finish`) are separate steps, which different threads may do.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["Fetched", "Reader", "Result"]
 
 
 class Result(enum.Enum):
-    """CORRUPT: other bytes than were stored, or too few. GONE: the segment was reclaimed. FAILED: the disk said no.
-    UNKNOWN: packed in a way that this version does not know.
+    """CORRUPT: wrong or missing bytes. GONE: the segment was reclaimed. FAILED: an I/O error. UNKNOWN: packed in a
+    format that this version does not know.
     """
 
     OK = enum.auto()
@@ -42,9 +42,9 @@ _OK: Final = Result.OK
 
 @dataclass(slots=True)
 class Fetched:
-    """A run that was read. `stored`: the same with buffers where it lies as it is stored. `ends`: up to which offset of
-    the file each stretch came; `short`: what a chunk is that lies behind that. `results`: of each chunk, where they are
-    known already.
+    """A run that was read. `stored`: the same run, with the buffers that have the bytes as stored. `ends`: the file
+    offset up to which each stretch was read; `short`: the result of chunks beyond. `results`: of each chunk, if known
+    already.
     """
 
     run: Run
@@ -55,9 +55,9 @@ class Fetched:
 
 
 class Reader:
-    """Reads runs; one per thread. Owns 4 MiB of staging memory, of which only used pages exist.
+    """Reads runs; one per thread. Owns 4 MiB of staging memory (only touched pages take memory).
 
-    Keeps the file of its last run open, because the next one is likely to be in it too, until `rest`.
+    Keeps the file of its last run open, because the next one is likely to be in it too, until `close_file`.
     """
 
     def __init__(self, directory: Directory, namespace: bytes) -> None:
@@ -66,8 +66,8 @@ class Reader:
         self._staging = pages(RUN_BYTES_MAX + GAP_BYTES_MAX + PAGE_BYTES)
         self._kept: tuple[SegmentName, SegmentFile] | None = None
 
-    def rest(self) -> None:
-        """There is nothing to read for a while: closes the file."""
+    def close_file(self) -> None:
+        """Closes the file of the last run."""
         if self._kept is not None:
             self._kept[1].close()
             self._kept = None
@@ -75,22 +75,22 @@ class Reader:
     def _open(self, name: SegmentName) -> SegmentFile:
         if self._kept is not None and self._kept[0] == name:
             return self._kept[1]
-        self.rest()
+        self.close_file()
         file = self._directory.open_segment(name)
         self._kept = name, file
         return file
 
     def fetch(self, run: Run, memory: memoryview | None = None) -> Fetched:
-        """Reads the run: what lies packed into `memory`, which has room for it. Never raises for what the disk or the
-        file does. `finish` tells what became of the chunks.
+        """Reads the run; packed chunks go into `memory`, which must be large enough. Never raises because of the disk
+        or the file: `finish` returns the results.
         """
         fetched = self._fetch(run if memory is None else _into(memory, run))
         fetched.run = run
         return fetched
 
     def finish(self, fetched: Fetched) -> list[Result]:
-        """What became of each chunk that was fetched, by this reader or another one: those that are OK are in their
-        buffers, which have the length of what was stored there.
+        """The result of each chunk of a run that this or another reader has fetched. Chunks that are OK are in their
+        buffers, which have the length of the stored payload.
         """
         results, run = self._verify(fetched), fetched.run
         for at, is_packed in enumerate(run.packed):
@@ -99,7 +99,9 @@ class Reader:
         return results
 
     def read(self, run: Run) -> list[Result]:
-        """What became of each chunk, each read as it lies. Never raises for what the disk or the file does."""
+        """Reads the chunks as they are stored, without unpacking; returns each one's result. Never raises because of
+        the disk or the file.
+        """
         return self._verify(self._fetch(run))
 
     def _fetch(self, run: Run) -> Fetched:
@@ -111,13 +113,13 @@ class Reader:
         except FormatError:
             fetched.results = [Result.CORRUPT] * len(run)
         except OSError:
-            # One bad sector must not cost its neighbours.
+            # One bad sector must not fail its neighbours.
             parts = [run.part(at, at + 1) for at in range(len(run))] if len(run) > 1 else []
             fetched.results = [self.read(part)[0] for part in parts] or [Result.FAILED]
         return fetched
 
     def _fill_all(self, file: SegmentFile, fetched: Fetched) -> None:
-        """Until `_verify` has said OK, a buffer holds bytes that may be anything."""
+        """Fills all buffers. Their bytes are not to be trusted before `_verify`."""
         run = fetched.stored
         stretches = [run] if len(run.bounds) == 2 else [run.part(*bounds) for bounds in pairwise(run.bounds)]
         if isinstance(run.guard, Cipher):
@@ -147,7 +149,7 @@ class Reader:
         return pack_fields_of(run.keys, self._namespace, run.masks, run.lengths, run.guard.method, run.packed)
 
     def _fill(self, file: SegmentFile, run: Run) -> int:
-        """Reads the stretch that the run is; returns up to which offset of the file it came."""
+        """Reads a run of one stretch; returns the file offset up to which it was read."""
         if file.direct and not all_aligned(run.buffers):
             return self._fill_staged(file, run, [_copy] * len(run))
         if run.end - run.offsets[0] == sum(run.lengths):  # whole pages, and nothing between them
@@ -184,9 +186,9 @@ class Reader:
     def _fill_staged(
         self, file: SegmentFile, run: Run, deliver: Sequence[Callable[[memoryview, memoryview], None]]
     ) -> int:
-        """The same through staging memory: for what is decrypted, and for buffers that direct I/O cannot reach.
+        """As `_fill`, through staging memory: for encrypted chunks, and for buffers that direct I/O cannot use.
 
-        `deliver` brings each chunk from there to its buffer, in parts from front to back.
+        `deliver` copies each chunk to its buffer, in parts from front to back.
         """
         at, end = run.offsets[0], run.end
         while at < end:
@@ -203,7 +205,7 @@ class Reader:
 
 
 def _into(memory: memoryview, run: Run) -> Run:
-    """The run with that memory for what is packed."""
+    """The run with buffers in `memory`, for packed chunks."""
     buffers, at = list(run.buffers), 0
     for index, (length, is_packed) in enumerate(zip(run.lengths, run.packed, strict=True)):
         if is_packed:

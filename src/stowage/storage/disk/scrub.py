@@ -156,7 +156,7 @@ class _Scrub:
         self.report.segments += 1
         in_use = False
         if found.state is not State.SEALED:
-            found, in_use = self._settle(name, found)
+            found, in_use = self._finish_or_remove(name, found)
             self.report.segments_in_use += in_use
             if found.state in (State.EMPTY, State.UNUSABLE):
                 return
@@ -173,7 +173,7 @@ class _Scrub:
             return False
         return whole and bytes(page[:8]) == b"STOWSEG1" and int.from_bytes(page[8:10], "little") != segment.VERSION
 
-    def _settle(self, name: SegmentName, found: SegmentScan) -> tuple[SegmentScan, bool]:
+    def _finish_or_remove(self, name: SegmentName, found: SegmentScan) -> tuple[SegmentScan, bool]:
         """A segment without footer, or of no use: finished or removed, unless a live writer holds it (True)."""
         report = self.report
         with self._directory.locked(LOCK_TIMEOUT_S) as held, self._directory.open_segment(name, writable=True) as file:

@@ -1,9 +1,10 @@
-"""Stores: a bounded queue of transfers, and the one thread that writes, makes room, and follows other processes.
+"""Stores: a bounded queue of transfers, and the one thread that writes them, reclaims space and follows other
+processes.
 
-Transfers that wait are written as one stream: a disk that gets many short ones is kept as busy as by a long one. A disk
-that fails fails all that were in the stream and are not whole.
-Nothing raises into the caller. A disk that is full or failing makes the thread back off: transfers fail at once for a
-while (0.1 s, doubled up to 30 s), so that a broken disk costs hits and no time.
+Queued transfers are written as one stream, so many short ones keep the disk as busy as a long one. If the disk fails,
+all transfers of the stream fail that are not complete yet.
+Nothing raises into the caller. While the disk is full or failing, the thread backs off: transfers fail at once for a
+while (0.1 s, doubled up to 30 s), so that a broken disk costs hits but no time.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ BACK_OFF_S_MIN: Final = 0.1
 BACK_OFF_S_MAX: Final = 30.0
 SHRINK_TIMEOUT_S: Final = 10.0
 LATE_BYTES: Final = 32 << 20
-"""With more bytes waiting, packing must keep up with the disk."""
+"""With more bytes queued, packing must not slow the disk down."""
 INDEXED_BATCHES: Final = 8
 INDEXED_BYTES: Final = 16 << 20
-"""So many batches are indexed together, which costs hardly more than one; who waits for them waits no longer: where
-nothing else is to be written, a transfer is reported as soon as it can be."""
+"""This many batches are indexed at once, which costs hardly more than one. It delays no report: if nothing else is
+queued, a transfer is indexed and reported as soon as it is written."""
 
 
 class NoSpace(Exception):
@@ -86,7 +87,7 @@ class Storer:
         self._in_flight = 0
         self._queued_bytes = 0
         self._closing = False
-        self._open: dict[ActiveSegment, Segment] = {}  # oldest first; into the last one goes what comes
+        self._open: dict[ActiveSegment, Segment] = {}  # oldest first; new chunks go into the last one
         self._back_off_s = BACK_OFF_S_MIN
         self._retry_at_s = float("-inf")
         self._limit_changed = False
@@ -95,11 +96,11 @@ class Storer:
 
     @property
     def in_flight(self) -> int:
-        """Transfers that were taken and not reported yet."""
+        """Transfers that were accepted and not reported yet."""
         return self._in_flight
 
     def submit(self, transfer: Transfer) -> bool:
-        """Takes the transfer, or returns False at once when the queue is full or closed."""
+        """Queues the transfer, or returns False at once when the queue is full or closed."""
         with self._lock:
             if self._closing or self._in_flight >= self._transfers_max:
                 return False
@@ -110,18 +111,18 @@ class Storer:
         return True
 
     def _is_late(self) -> bool:
-        """Whether more waits than packing should hold up."""
+        """Whether too much is queued to wait for packing."""
         return self._queued_bytes > LATE_BYTES
 
     def expire(self) -> None:
-        """Gives up what is queued past its deadline. Cheap when nothing is."""
+        """Fails queued transfers past their deadline. Cheap when the queue is empty."""
         if self._queue:
             now_s = self._clock()
             self._give_up(lambda transfer: transfer.deadline_s < now_s)
 
     def close(self, seconds: Callable[[], float]) -> bool:
-        """Ends the thread once the queue is empty and the segment sealed. After `seconds()` what has not begun is
-        given up. False: the thread hangs."""
+        """Ends the thread once the queue is empty and the segment sealed. After `seconds()`, fails what has not begun.
+        False: the thread hangs."""
         self._closing = True
         self._worker_pool.wake()
         self._worker_pool.join(max(0.0, seconds()))
@@ -129,7 +130,7 @@ class Storer:
         return self._worker_pool.join(max(0.05, seconds()))
 
     def change_limit(self, segment_bytes: int, room_bytes: int) -> None:
-        """The directory's limit is another one: the worker makes it true next. Any thread."""
+        """The directory's limit has changed: the worker reclaims down to it next. Any thread."""
         self._segment_bytes, self._room_bytes = segment_bytes, room_bytes
         self._limit_changed = True
         self._worker_pool.wake()
@@ -155,7 +156,7 @@ class Storer:
             self._queued_bytes -= _bytes_of(transfer)
 
     def _turn(self) -> float | None:
-        """The worker's turn: follow the directory when that is due, then write what waits."""
+        """One turn of the worker: refresh the catalog when that is due, then write what is queued."""
         with self._lock:
             transfer = self._queue.popleft() if self._queue else None
             done = self._closing and transfer is None
@@ -179,7 +180,7 @@ class Storer:
         return 0 if self._queue or self._closing else max(0.0, self._refresh_at_s - self._timer())
 
     def _shrink(self) -> None:
-        """Seals the active segment, which may be too large now, and reclaims down to the limit."""
+        """Seals the active segment, which may exceed the new limit, and reclaims down to it."""
         self._limit_changed = False
         self._seal()
         self._room.recover(SHRINK_TIMEOUT_S)
@@ -195,26 +196,26 @@ class Storer:
             return False
         try:
             if removed:
-                self._begin_anew()
+                self._reopen_directory()
             self._catalog.refresh()
         finally:
             now_s = self._timer()
             self._refresh_at_s = now_s + max(self._refresh_s, 20 * (now_s - started_s))
         return True
 
-    def _begin_anew(self) -> None:
-        """Somebody removed the directory. What is still open there takes space that nobody counts, so it goes first.
-        Raises OSError where the directory cannot be had again: then it is tried at the next refresh.
+    def _reopen_directory(self) -> None:
+        """The directory was removed: close the open segments, whose space no limit counts any more, and open it again.
+        Raises OSError if that fails: it is retried at the next refresh.
         """
         self._seal()
         self._directory.renew()
         self._back_off_s, self._retry_at_s = BACK_OFF_S_MIN, float("-inf")
 
     def _serve(self, first: Transfer) -> None:
-        """Writes a transfer, and those that come meanwhile, as one stream. Each is reported when it is written."""
-        hopeless = self._hopeless(first)
-        if hopeless:
-            self._report(first, np.zeros(len(first.keys), np.bool_), hopeless)
+        """Writes a transfer, and those that arrive meanwhile, as one stream. Each is reported when it is written."""
+        refusal = self._refusal(first)
+        if refusal:
+            self._report(first, np.zeros(len(first.keys), np.bool_), refusal)
             return
         waiting = [first]
         stream = WriteQueue(lambda: waiting.pop() if waiting else self._next(), self._fits, self._packer)
@@ -239,8 +240,8 @@ class Storer:
         for writing in stream.unfinished:
             self._report(writing.transfer, writing.ok, error)
 
-    def _hopeless(self, transfer: Transfer) -> str:
-        """Why there is no use in beginning with a transfer; empty: there is."""
+    def _refusal(self, transfer: Transfer) -> str:
+        """Why a transfer fails before it begins; empty: it does not."""
         now_s = self._clock()
         if transfer.deadline_s < now_s:
             self._counters.add("timed_out", len(transfer.keys))
@@ -251,20 +252,20 @@ class Storer:
         return ""
 
     def _next(self) -> Transfer | None:
-        """The next transfer that waits, to be written with those before. None where other work is due first."""
-        while not self._limit_changed and self._is_fresh():
+        """The next queued transfer, for the current stream. None if other work is due first."""
+        while not self._limit_changed and self._is_current():
             with self._lock:
                 if not self._queue:
                     return None
                 transfer = self._queue.popleft()
-            hopeless = self._hopeless(transfer)
-            if not hopeless:
+            refusal = self._refusal(transfer)
+            if not refusal:
                 return transfer
-            self._report(transfer, np.zeros(len(transfer.keys), np.bool_), hopeless)
+            self._report(transfer, np.zeros(len(transfer.keys), np.bool_), refusal)
         return None
 
-    def _is_fresh(self) -> bool:
-        """Whether what others did is known, or could be found out without a pause in writing."""
+    def _is_current(self) -> bool:
+        """Whether the catalog is up to date, or could be refreshed without a pause in writing."""
         try:
             return self._refresh_when_due(writes=True)
         except OSError:
@@ -286,7 +287,7 @@ class Storer:
             self._close(active)
 
     def _close(self, active: ActiveSegment) -> None:
-        """One that cannot be sealed is scanned by whoever opens it."""
+        """Seals the segment. One that cannot be sealed is scanned by the process that opens it next."""
         known = self._open.pop(active)
         if active.seal():
             self._counters.add("sealed_segments")
@@ -296,10 +297,10 @@ class Storer:
 
     def _store(self, stream: WriteQueue) -> None:
         """Writes the stream in batches, and reports transfers that are written and indexed. Raises OSError, NoRoom."""
-        while ahead := stream.ahead(1):
+        while ahead := stream.peek(1):
             active = self._make_ready(stream, ahead.payloads[0].nbytes)
             known = self._open[active]
-            line = WritePipeline(stream, active, self._rates.writing, partial(self._another, stream), self._close)
+            line = WritePipeline(stream, active, self._rates.writing, partial(self._next_segment, stream), self._close)
             whole: list[Entries] = []
             gathered = 0
             try:
@@ -314,13 +315,13 @@ class Storer:
                         if many or stream.awaits(sum(map(len, whole))):
                             self._add_to_index(known, whole, stream)
                             gathered = 0
-            finally:  # what is whole is there, whatever happens to the rest
+            finally:  # complete batches are on disk, whatever happens to the rest
                 self._add_to_index(known, whole, stream)
             self._back_off_s = BACK_OFF_S_MIN
-        self._report_settled(stream)
+        self._report_finished(stream)
 
     def _add_to_index(self, known: Segment, whole: list[Entries], stream: WriteQueue) -> None:
-        """These batches are written: from now on they are found."""
+        """These batches are written: index them, so that look-ups find their chunks."""
         if whole:
             entries = np.concatenate(whole)
             whole.clear()
@@ -328,17 +329,17 @@ class Storer:
                 self._catalog.index_batch(known, entries)
             self._count(entries["length"])
             stream.written(len(entries))
-            self._report_settled(stream)
+            self._report_finished(stream)
 
     def _count_refused(self, stream: WriteQueue) -> None:
-        """Before those whose chunks they are are reported."""
+        """Counts refused chunks; call before their transfers are reported."""
         refused, stream.refused = stream.refused, 0
         if refused:
             self._counters.add("refused", refused)
 
-    def _report_settled(self, stream: WriteQueue) -> None:
+    def _report_finished(self, stream: WriteQueue) -> None:
         self._count_refused(stream)
-        for writing in stream.settled():
+        for writing in stream.pop_finished():
             self._report(writing.transfer, writing.ok, "" if writing.ok.all() else "some chunks do not fit")
 
     def _count(self, lengths: NDArray[np.uint64]) -> None:
@@ -346,27 +347,27 @@ class Storer:
         self._counters.add("write_bytes", int(lengths.sum()))
 
     def _is_gone(self, known: Segment) -> bool:
-        """Whether somebody removed the file."""
+        """Whether the file was removed by another process."""
         return self._catalog.name_of(known.number) is None
 
     def _make_ready(self, stream: WriteQueue, length: int) -> ActiveSegment:
-        """The only open segment: one that a payload of that length fits into. Raises OSError, NoRoom."""
+        """Seals all open segments but one that has room for a payload of that length. Raises OSError, NoRoom."""
         if self._open:
             active, known = next(reversed(self._open.items()))
             if active.fitting([length]) and not self._is_gone(known):
                 return active
         begun = self._begin(stream, length, LOCK_TIMEOUT_S)
         if begun is None:
-            self._seal()  # gives back what was not needed, and may be reclaimed
+            self._seal()  # returns unused space, and makes it reclaimable
             begun = self._begin(stream, length, LOCK_TIMEOUT_S)
         if begun is None:
             raise NoSpace
         self._seal(keep=1)
         return begun
 
-    def _another(self, stream: WriteQueue, length: int) -> ActiveSegment | None:
-        """A new segment for a payload of that length, while the one before it is written. None: not now, but it can be
-        tried again when that has ended.
+    def _next_segment(self, stream: WriteQueue, length: int) -> ActiveSegment | None:
+        """A new segment for a payload of that length, while the previous one is still being written. None: not now;
+        retry when that one is finished.
         """
         before = set(self._open)
         try:
@@ -377,9 +378,7 @@ class Storer:
             return None
 
     def _begin(self, stream: WriteQueue, length: int, lock_timeout_s: float) -> ActiveSegment | None:
-        """Makes a new segment for a payload of that length, the next one of the stream, if there is room. Raises
-        OSError.
-        """
+        """Creates a new segment for the stream's next payload, of that length, if there is room. Raises OSError."""
         wanted = max(self._segment_bytes, segment_bytes_for(length))
         created = self._room.create(wanted, self._catalog.complete(), lock_timeout_s)
         if created is None:
@@ -396,5 +395,5 @@ class Storer:
 
 
 def _bytes_of(transfer: Transfer) -> int:
-    """About: most chunks of a transfer are of one length, and thousands would take as long to add up as to submit."""
+    """An estimate from one chunk: most have the same length, and adding up thousands takes as long as submitting."""
     return len(transfer.buffers) * transfer.buffers[0].nbytes if transfer.buffers else 0

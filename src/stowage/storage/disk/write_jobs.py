@@ -1,12 +1,12 @@
-"""Jobs that are done several at a time, while whoever gives them out goes on: what a stream of stores is written by.
+"""Runs the jobs of a stream of stores in parallel, on a thread pool for each kind of job.
 
-    jobs, asked for one by one --> requests: as many in flight as the disk can take --> results
-                              |--> packing: what is written next ---------------------> results
-                              |--> computing: what the processor does meanwhile ------> results
-                              `--> pages: little to write, and long to wait for ------> results
+    jobs, one by one --> requests: as many in flight as the disk can take --> results
+                    |--> packing: chunks that are written next -------------> results
+                    |--> computing: hashes ---------------------------------> results
+                    `--> pages: short writes with a long latency -----------> results
 
-Each kind has threads of its own. A page that is written behind megabytes waits as long as they do, and a thread that
-computes has no request in flight: both would take from the disk what it could do.
+Separate pools, because a header page queued behind megabytes waits as long as they do, and a thread that computes has
+no request in flight: both would leave the disk idle.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """So many jobs of a kind are done at a time, by as many threads; with those that wait for one they are `in_flight`
-    at most. Those that take a `core` to themselves let others have it who want it for a moment.
+    """A kind of job: how many run at a time, in as many threads, and how many are `in_flight` at most, waiting ones
+    included. `core`: its jobs use a whole core, and run at a lower priority.
     """
 
     name: str
@@ -42,38 +42,38 @@ class Kind:
 
 
 REQUEST: Final = Kind("request", 6, 12)
-"""6 of 2 MiB take all that the disks which were measured can take."""
+"""6 requests of 2 MiB saturate all disks that were measured."""
 COMPUTING: Final = Kind("computing", 4, 8)
 PACKERS: Final = min(4, os.cpu_count() or 1)
 PACKING: Final = Kind("packing", PACKERS, PACKERS + 2, core=True)
 PAGE: Final = Kind("page", 16, 32)
-"""Each takes as long as all requests that are in flight."""
+"""Each takes as long as all requests in flight."""
 
 FEW: Final = 2
-"""Jobs that are not worth a thread."""
+"""Jobs that are too short for a thread: the caller runs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[R_co]):
-    """Something to be done, in any thread."""
+    """Work for any thread."""
 
     kind: Kind
     work: Callable[[], R_co]
 
 
 class JobRunner(Protocol):
-    """Does jobs, several at a time. Yields what came out: in the order of the jobs of each kind. They are asked for
-    when there is room for them, by the caller's thread. None among them: there is nothing now. Then the next one is
-    asked for when some result has been taken; where nothing is being worked on, that is the end.
+    """Runs jobs in parallel and yields their results, in order within each kind. The next job is pulled from `jobs` by
+    the caller's thread when its kind has room. A None in `jobs` means: nothing now; pull again after the next result,
+    or end if no job is running.
 
-    However it ends (a failure is raised in its job's turn, or the caller closes it), nothing is being worked on then:
-    the memory that jobs lend is the caller's again.
+    However it ends (a job's failure is raised in its turn, or the caller closes the generator), no job is running
+    afterwards, so the caller may reuse the memory of its jobs.
     """
 
     def __call__(self, jobs: Iterable[Job[R] | None], /) -> Generator[R, None, None]: ...
 
     def close(self) -> None:
-        """Gives back what is kept from one time to the next. Nothing is being worked on."""
+        """Frees what is kept between calls. No job may be running."""
         ...
 
 
@@ -90,11 +90,10 @@ class SerialJobs:
 
 
 class ParallelJobs:
-    """In threads; the caller only waits. But what comes one or two at a time it does itself.
+    """In threads, while the caller waits; it runs one or two jobs by itself if there are no more.
 
-    Threads begin when there is work for them, and are kept: beginning one takes longer than most jobs where others
-    have the cores. They are daemons: one that hangs in the kernel must not keep the process. It keeps whoever waits for
-    it here.
+    Threads are started on demand and kept, because starting one takes longer than most jobs on a busy machine. They are
+    daemons: one that hangs in the kernel must not keep the process alive (but it blocks the caller here).
     """
 
     def __init__(self) -> None:
@@ -142,16 +141,14 @@ class ParallelJobs:
                 lane.join()
 
     def close(self) -> None:
-        """Ends the threads; others begin where there is work again."""
+        """Ends the threads; new ones are started on demand."""
         for threads in self._threads.values():
             threads.end()
         self._threads.clear()
 
 
 class _Threads:
-    """Of one kind. They do what is put into their queue, in its order; each has another job at once when it has done
-    one.
-    """
+    """The thread pool of one kind, with a FIFO queue."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -159,7 +156,7 @@ class _Threads:
         self._threads: list[threading.Thread] = []
 
     def begin(self, job: Callable[[], None], at_a_time: int) -> None:
-        """The job, which does not raise, is done soon: by one of so many threads at least, if that many may be."""
+        """Queues a job, which must not raise. Starts threads up to `at_a_time`, if the kind allows that many."""
         self._waiting.put(job)
         if len(self._threads) < min(self.kind.at_a_time, at_a_time):
             name = f"stowage-disk-{self.kind.name}-{len(self._threads)}"
@@ -183,14 +180,14 @@ class _Threads:
 
 
 def _leave_cores_to_others() -> None:
-    """Whoever wakes this thread goes on, as whoever issues requests must: otherwise up to some milliseconds later."""
+    """Lower this thread's priority: otherwise waking it may delay the thread that issues requests by milliseconds."""
     with suppress(AttributeError, OSError):  # where there is no such thing, or it is forbidden
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class _Lane(Generic[R]):
-    """Jobs of one kind and one stream. `ended` is released whenever one has been done."""
+    """Jobs of one kind and one stream. `ended` is released whenever one ends."""
 
     def __init__(self, threads: _Threads, ended: threading.Semaphore) -> None:
         self._threads = threads
@@ -199,11 +196,11 @@ class _Lane(Generic[R]):
 
     @property
     def is_full(self) -> bool:
-        """Whether no more are taken now."""
+        """Whether no more jobs are accepted now."""
         return len(self.in_flight) >= self._threads.kind.in_flight
 
     def begin(self, work: Callable[[], R]) -> None:
-        """The job is done soon."""
+        """Queues a job."""
         future: Future[R] = Future()
         self.in_flight.append(future)
         self._threads.begin(partial(self._work, work, future), len(self.in_flight))
@@ -219,14 +216,14 @@ class _Lane(Generic[R]):
         self._ended.release()
 
     def ready(self) -> Iterator[R]:
-        """The results of jobs that have been done, up to the first one that has not."""
+        """The results of finished jobs, up to the first unfinished one."""
         while self.in_flight and self.in_flight[0].done():
             yield self.in_flight.popleft().result()
 
     def drop(self) -> None:
-        """What no thread has begun is not done."""
+        """Cancels jobs that no thread has started."""
         self.in_flight = deque(future for future in self.in_flight if not future.cancel())
 
     def join(self) -> None:
-        """Waits for what threads are doing."""
+        """Waits for running jobs."""
         wait(self.in_flight)

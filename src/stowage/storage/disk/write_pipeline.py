@@ -1,10 +1,10 @@
-r"""Batches on their way to the disk, several pieces at a time, over the bounds of batches and of segments.
+r"""Writes batches to the disk, several pieces at a time, across the boundaries of batches and segments.
 
     stream --> batches --> pieces, written ------+--> header pages, written --> entries
                laid out \-> payloads, hashed ----'    of batches that have both
 
-A segment that is full is followed by another one while its last pieces are being written: making one takes as long as
-the disk needs for many megabytes. Until all batches of a segment are whole, no header page goes into the next one.
+When a segment is full, the next one is created while its last pieces are being written, because creating one takes as
+long as writing many megabytes. No header page is written to a segment before all batches of the previous one are whole.
 """
 
 from __future__ import annotations
@@ -32,41 +32,39 @@ from stowage.storage.format.segment import PAGE_BYTES, Entries
 __all__ = ["WritePipeline"]
 
 _HOLE: Final = pages(PAGE_BYTES)
-"""What lies where the header page of a batch will be."""
+"""Placeholder for a batch's header page."""
 
 Whole = tuple[ActiveSegment, Entries]
-"""A batch that can be found, and its segment."""
+"""A batch that is completely written, and its segment."""
 
 Report = Callable[[], list[Whole]]
-"""What is left to be done for a job when it has been done, in the line's thread. Says which batches are whole."""
+"""Runs in the pipeline's thread after a job; returns the batches that are whole now."""
 
 Jobs = Iterator[Job[Report] | None]
 
 PIECE_BYTES: Final = 2 << 20
-"""Of one request."""
+"""Bytes per write request."""
 HASHED_BYTES: Final = 4 << 20
-"""Payloads of so many bytes, or a longer one, are hashed by one call."""
+"""One call hashes payloads of this many bytes, or one longer payload."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """What one system call writes from `offset` on: payloads, parts of them, and the header pages between
-    them. `end`: where it ends.
-    """
+    """What one system call writes at `offset`: payloads, parts of them, and header pages in between. `end`: its end."""
 
     offset: int
     end: int
     buffers: list[memoryview] = field(default_factory=list)
 
     def add(self, buffer: memoryview) -> None:
-        """It comes next."""
+        """Appends a buffer."""
         self.buffers.append(buffer)
         self.end += buffer.nbytes
 
 
 @dataclass(slots=True)
 class _Payloads:
-    """Payloads that are hashed by one call, with their envelopes' fields, and where each of them lies."""
+    """Payloads that one call hashes, with their envelope fields and offsets."""
 
     size: int = 0
     fields: list[Fields] = field(default_factory=list)
@@ -75,25 +73,25 @@ class _Payloads:
 
 
 class _Part:
-    """The batches that go into one segment. `end` and `chunks`: of the segment, with all of them."""
+    """The batches of one segment. `end` and `chunks`: of the segment, including these batches."""
 
     def __init__(self, active: ActiveSegment, writing: Meter) -> None:
         self.active = active
         self._writing = writing
         self.end = active.end
         self.chunks = active.chunks
-        self._batches: deque[Batch] = deque()  # whose header page was not made
-        self._written = active.end  # payloads are, up to there
-        self._digests: Digests = np.empty((0, 2), np.uint64)  # of the chunks of those batches, as far as they are known
-        self._pages: deque[Page] = deque()  # that are not known to be written
+        self._batches: deque[Batch] = deque()  # without a header page yet
+        self._written = active.end  # payloads are written up to this offset
+        self._digests: Digests = np.empty((0, 2), np.uint64)  # of the chunks of `_batches` that are hashed
+        self._pages: deque[Page] = deque()  # made, but not known to be written
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left to be done."""
+        """Whether all batches are completely written."""
         return not (self._batches or self._pages)
 
     def add(self, batch: Batch) -> None:
-        """Another batch."""
+        """Appends a batch."""
         self._batches.append(batch)
         self.end = batch.end
         self.chunks += len(batch.chunks)
@@ -121,7 +119,7 @@ class _Part:
         return []
 
     def pages(self) -> list[Page]:
-        """The header pages of batches that are written and have all their digests, each once."""
+        """New header pages: of batches whose payloads are written and hashed."""
         made: list[Page] = []
         while self._batches and self._written >= self._batches[0].end:
             count = len(self._batches[0].chunks)
@@ -141,8 +139,8 @@ class _Part:
         return [(self.active, self.active.finish(self._pages.popleft()))]
 
     def write_left(self) -> Iterator[Whole]:
-        """Writes header pages that were made; where the disk fails, those before count. Pages that were being written
-        when something else failed are written again. Raises OSError.
+        """After a failure: writes header pages that were made (again, if they were being written). Raises OSError; the
+        pages before count.
         """
         while self._pages:
             yield from self.write_page(self._pages[0])()
@@ -155,9 +153,9 @@ def _packed(packing: Packing) -> Report:
 
 
 class WritePipeline:
-    """Takes what `stream` has into `active`, and into those that `another` gives for a payload of some length when that
-    is full. Where it gives none, the line ends when all that it took is written. Those that are full are sealed, which
-    is told to `sealed`; the last one is not. Used by one thread.
+    """Writes the chunks of `stream` to the segment `active`, and when that is full to those that `another` returns for
+    a payload length; if it returns None, the pipeline ends when everything taken is written. Full segments are sealed
+    (`sealed` is called), the last one is not. Used by one thread.
     """
 
     def __init__(
@@ -169,21 +167,21 @@ class WritePipeline:
         sealed: Callable[[ActiveSegment], None],
     ) -> None:
         self._stream = stream
-        self._another = another
+        self._next_segment = another
         self._sealed = sealed
         self._writing = writing
         self._parts = deque([_Part(active, writing)])
         self._piece = _Piece(0, 0)
         self._payloads = _Payloads()
-        self._odd: Batch | None = None  # it ended the pieces, because its payloads cannot go this way
+        self._odd: Batch | None = None  # a batch whose payloads cannot be written in pieces
         self._is_stuck = False
 
     def write(self, run_jobs: JobRunner) -> Generator[Whole, None, None]:
-        """Yields each batch once it is whole, in their order. Raises OSError: then nothing more is added, and the
-        segments must be abandoned.
+        """Yields each batch once it is whole, in order. Raises OSError: then nothing more is written, and the segments
+        must be abandoned.
 
-        What a later batch has on the disk before its turn lies where nobody looks until all header pages up to its own
-        are there.
+        Payloads of a later batch may be on disk early: no scan reaches them before all header pages up to its own are
+        written.
         """
         while True:
             failure: OSError | None = None
@@ -192,7 +190,7 @@ class WritePipeline:
                     for report in done:
                         yield from report()
             except OSError as error:
-                failure = error  # it was a later batch's, maybe: those before it are kept
+                failure = error  # maybe of a later batch: earlier ones are kept
             for part in self._parts:
                 self._make_pages(part)
                 yield from part.write_left()
@@ -210,11 +208,10 @@ class WritePipeline:
             self._parts = deque([_Part(last.active, self._writing)])
 
     def _jobs(self) -> Jobs:
-        """What is to be written. None while the stream has nothing more and something is being written: what is
-        reported then may bring more.
+        """The jobs to run. None while the stream is empty and something is being written: reporting it may add more.
 
-        The first batch is written before more is packed, which takes all cores. From then on packing comes first, and
-        whenever there may be memory for it again: this thread would have to pack what no other one has begun.
+        The first batch is written before more is packed, since packing uses all cores. After that packing jobs come
+        first, whenever there may be memory for them; otherwise this thread would have to pack.
         """
         batch = self._next()
         if batch is not None:
@@ -227,22 +224,22 @@ class WritePipeline:
                 yield from self._pack()
             yield from self._hash()
             yield from self._write()
-            if self._goes_on():
+            if self._has_next():
                 continue
             if self._odd is not None or self._parts[0].is_whole:
                 return
             yield None
-            yield from self._pages()  # whoever waits for their report may be who brings more
+            yield from self._pages()  # the caller waiting for their report may submit more
 
     def _pack(self) -> Jobs:
-        """Packs ahead."""
+        """Packing jobs for the next chunks."""
         for packing in self._stream.pack_ahead():
             yield Job(PACKING, partial(_packed, packing))
 
     def _next(self) -> Batch | None:
-        """Takes the next batch of the stream, if it fits and can be written this way."""
+        """Takes the next batch of the stream, if it fits into the segment and can be written in pieces."""
         part = self._parts[-1]
-        ahead = self._stream.ahead(segment.BATCH_CHUNKS_MAX)
+        ahead = self._stream.peek(segment.BATCH_CHUNKS_MAX)
         count = part.active.fitting_at(part.end, part.chunks, ahead.lengths)
         if not count or self._odd is not None:
             return None
@@ -254,16 +251,16 @@ class WritePipeline:
         part.add(batch)
         return batch
 
-    def _goes_on(self) -> bool:
-        """Whether there is more, and another segment to take it. One after the other: when this one is full, too, those
-        before it have to be whole.
+    def _has_next(self) -> bool:
+        """Whether there is more, and another segment for it. At most two are open: the one before must be whole
+        first.
         """
         if self._is_stuck or self._odd is not None or len(self._parts) > 1:
             return False
-        ahead = self._stream.ahead(1)
+        ahead = self._stream.peek(1)
         if not ahead:
             return False
-        active = self._another(ahead.payloads[0].nbytes)
+        active = self._next_segment(ahead.payloads[0].nbytes)
         if active is None:
             self._is_stuck = True
             return False
@@ -271,7 +268,7 @@ class WritePipeline:
         return True
 
     def _cut(self, batch: Batch) -> Jobs:
-        """Hashes the batch, and cuts it into pieces, over the bounds of batches. Writes those that are full."""
+        """Jobs that hash the batch and write it in pieces, across batch boundaries. Only full pieces are written."""
         yield from self._gather(batch)
         offset = batch.offset + PAGE_BYTES
         if self._piece.buffers and self._piece.end + PAGE_BYTES < self._piece.offset + PIECE_BYTES:
@@ -291,7 +288,7 @@ class WritePipeline:
             self._piece.add(rest)
 
     def _gather(self, batch: Batch) -> Jobs:
-        """Hashes payloads in groups, over the bounds of batches."""
+        """Jobs that hash payloads in groups, across batch boundaries."""
         some, first, offset = self._payloads, 0, batch.offset + PAGE_BYTES
         offsets = list(accumulate(batch.lengths[:-1], initial=offset))
         for at, length in enumerate(batch.lengths):
@@ -311,14 +308,14 @@ class WritePipeline:
             yield Job(COMPUTING, partial(self._parts[-1].digest, some))
 
     def _write(self) -> Jobs:
-        """Writes the piece, if there is one, and the pages that can be written."""
+        """Jobs that write the current piece, if there is one, and header pages that are ready."""
         piece, self._piece = self._piece, _Piece(0, 0)
         if piece.buffers:
             yield Job(REQUEST, partial(self._parts[-1].write, piece))
         yield from self._pages()
 
     def _pages(self) -> Jobs:
-        """Writes header pages of the oldest segment that is not whole, and footers of those before it."""
+        """Jobs that write header pages of the oldest segment that is not whole, and footers of those before it."""
         while len(self._parts) > 1 and self._parts[0].is_whole:
             yield Job(PAGE, partial(self._seal, self._parts.popleft().active))
         part = self._parts[0]
@@ -326,7 +323,7 @@ class WritePipeline:
             yield Job(PAGE, partial(part.write_page, page))
 
     def _make_pages(self, part: _Part) -> list[Page]:
-        """What they stand for may be overwritten in memory."""
+        """The new header pages. Their payloads' memory may be reused from now on."""
         made = part.pages()
         self._stream.payloads_written(sum(len(page.entries) for page in made))
         return made

@@ -1,9 +1,9 @@
-"""Transfers on their way to the disk, as one stream of chunks: many short ones keep it as busy as a long one.
+"""Queued stores as one stream of chunks, so that many short transfers keep the disk as busy as a long one.
 
-    transfers that wait --> ahead (looked at) --> taken (into a batch) --> written, and then settled
+    queued transfers --> peek --> take (into a batch) --> written --> pop_finished
 
-Used by one thread, the tier's writer. Knows nothing of files. Chunks are columns: an object for each would cost more
-than what is done with it.
+Used by one thread, the tier's writer. Does no I/O. Chunks are parallel columns: an object for each would cost more than
+the work done with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stowage.storage.protocol import Transfer
 __all__ = ["Chunks", "PendingStore", "WriteQueue"]
 
 GROUPS_AHEAD: Final = PACKING.in_flight
-"""So many groups of chunks are being packed, or are packed and not taken."""
+"""Groups of chunks that are being packed, or are packed and not yet taken, at most."""
 
 
 @dataclass(slots=True)
@@ -41,16 +41,16 @@ class Chunks:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the payloads, in bytes."""
+        """Lengths of the payloads, in bytes."""
         return [payload.nbytes for payload in self.payloads]
 
     def part(self, first: int, after: int) -> Chunks:
-        """Those from `first` on, before `after`."""
+        """The chunks ``[first, after)``."""
         some = slice(first, after)
         return Chunks(self.keys[some], self.masks[some], self.payloads[some], self.packed[some])
 
     def add(self, others: Chunks) -> None:
-        """Others come after these."""
+        """Appends other chunks."""
         self.keys += others.keys
         self.masks += others.masks
         self.payloads += others.payloads
@@ -59,9 +59,8 @@ class Chunks:
 
 @dataclass(slots=True, eq=False)
 class PendingStore:
-    """A transfer, and those of its chunks that can be written: they stand at `indices` in it. So many of them were
-    `taken`, and so many `written`, payloads before the rest. The first `ready` are in the form in which they are
-    written; up to `begun` they are being packed.
+    """A transfer, and those of its chunks that can be written, which are at `indices` in it. `taken`, `written`: how
+    many of them were. The first `ready` are in their final form; those up to `begun` are being packed.
     """
 
     transfer: Transfer
@@ -74,16 +73,15 @@ class PendingStore:
     ready: int = 0
     begun: int = 0
     packing: deque[tuple[int, Packing]] = field(default_factory=deque)
-    """Groups of chunks after `ready`: each up to so many chunks."""
+    """Groups being packed, after `ready`, each with the index of its end."""
     buffers: deque[tuple[int, memoryview]] = field(default_factory=deque)
-    """What packed payloads are in: each until so many payloads are written."""
+    """Buffers of packed payloads, each with the count of written payloads after which it is free."""
 
 
 class WriteQueue:
-    """Chunks of one transfer after the other, in the order of `more`, which gives the next one or says that none is
-    there now. `fits`: whether a payload of that length can be written at all. `packer` packs what comes next.
-    `unfinished`: transfers that did not come out of `settled` yet, oldest first. `refused`: chunks that will not be
-    written.
+    """The chunks of the transfers that `more` returns (None: there is none now), in order. `fits`: whether a payload of
+    that length can be written at all. `packer` packs chunks ahead. `unfinished`: transfers not yet returned by
+    `pop_finished`, oldest first. `refused`: chunks that will not be written.
     """
 
     def __init__(
@@ -94,12 +92,12 @@ class WriteQueue:
         self._packer = packer
         self.unfinished: deque[PendingStore] = deque()
         self.refused = 0
-        self._dry = False  # nothing waited when it was last asked for
-        self._groups = 0  # that are begun and not ready
+        self._dry = False  # `more` returned None last time
+        self._groups = 0  # groups being packed
 
-    def ahead(self, count: int) -> Chunks:
-        """The chunks that come next, up to so many; they stay there. Empty: there is nothing to write, or not before
-        some of what was taken is written.
+    def peek(self, count: int) -> Chunks:
+        """The next chunks, up to `count`, without taking them. Empty: nothing is queued, or nothing can be packed
+        before some taken chunks are written.
         """
         found = Chunks()
         for writing in self.unfinished:
@@ -115,7 +113,7 @@ class WriteQueue:
         return found
 
     def _add_ahead(self, writing: PendingStore, found: Chunks, count: int) -> bool:
-        """The next ones of a transfer, until there are `count`. False: the rest of it is not ready now."""
+        """Adds a transfer's next chunks to `found`, up to `count` in all. False: the rest of it is not ready now."""
         wanted = after = min(writing.taken + count - len(found), len(writing.indices))
         if self._packer is not None and wanted > writing.ready:
             if writing.packing or not self._packer.is_full:
@@ -125,7 +123,7 @@ class WriteQueue:
         return after == wanted
 
     def _begin(self, writing: PendingStore, packer: Packer) -> Packing:
-        """Some of the chunks that are not begun are to be packed."""
+        """Starts to pack the next group of chunks."""
         payloads = writing.chunks.payloads
         sizes = accumulate(payload.nbytes for payload in islice(payloads, writing.begun, None))
         count = max(1, sum(1 for _ in takewhile(lambda size: size <= GROUP_BYTES, sizes)))
@@ -137,7 +135,7 @@ class WriteQueue:
         return packing
 
     def _make_ready(self, writing: PendingStore, packer: Packer) -> None:
-        """The next group of chunks is packed now, or waited for."""
+        """Packs the next group of chunks, or waits until it is packed."""
         if not writing.packing:
             self._begin(writing, packer)
         after, packing = writing.packing.popleft()
@@ -149,7 +147,7 @@ class WriteQueue:
         writing.ready = after
 
     def pack_ahead(self) -> list[Packing]:
-        """What other threads may pack while this one goes on: each comes once, and is packed in any case."""
+        """Packing jobs for other threads. Each is returned once; this thread does those that no other has started."""
         begun: list[Packing] = []
         packer = self._packer
         if packer is None:
@@ -162,7 +160,7 @@ class WriteQueue:
         return begun
 
     def give_up(self) -> None:
-        """What is unfinished is not written, and nobody packs or writes now: memory goes back."""
+        """Frees the memory of unfinished transfers, after a failure. No thread may be packing or writing."""
         for writing in self.unfinished:
             lent = [*writing.buffers, *((after, packing.buffer) for after, packing in writing.packing)]
             for _, buffer in lent:
@@ -170,18 +168,18 @@ class WriteQueue:
                 self._packer.give_back(buffer)
 
     def _others(self) -> Iterator[PendingStore]:
-        """Transfers that wait; each is unfinished from then on."""
+        """Transfers from `more`; each is unfinished from then on."""
         while (transfer := self._more()) is not None:
             yield self._add(transfer)
         self._dry = True
 
     def awaits(self, count: int) -> bool:
-        """Whether nothing more waits, and so many chunks that were written now would settle the oldest transfer."""
+        """Whether nothing more is queued, and writing `count` more chunks would finish the oldest transfer."""
         oldest = self.unfinished[0]
         return self._dry and len(oldest.indices) - oldest.written <= count
 
     def keys(self) -> set[bytes]:
-        """Of transfers that are not settled."""
+        """Keys of unfinished transfers."""
         return {key for writing in self.unfinished for key in writing.transfer.keys}
 
     def _add(self, transfer: Transfer) -> PendingStore:
@@ -205,7 +203,7 @@ class WriteQueue:
         return writing
 
     def take(self, count: int) -> None:
-        """The next so many chunks are being written."""
+        """The next `count` chunks are being written."""
         for writing in self.unfinished:
             some = min(count, len(writing.indices) - writing.taken)
             writing.taken += some
@@ -213,8 +211,8 @@ class WriteQueue:
         assert count == 0, "more than there is"
 
     def payloads_written(self, count: int) -> None:
-        """Nobody needs the payloads of the oldest so many of those: they are on the disk, and hashed. What they were
-        packed into is used again, sooner than they are `written`: packing would have to wait for it.
+        """The payloads of the oldest `count` taken chunks are on disk and hashed. Reuses their packing buffers now;
+        waiting for `written` would stall packing.
         """
         for writing in self.unfinished:
             some = min(count, writing.taken - writing.payloads_written)
@@ -225,7 +223,7 @@ class WriteQueue:
         assert count == 0, "more than were taken"
 
     def written(self, count: int) -> None:
-        """The oldest so many of those can be found."""
+        """The oldest `count` taken chunks are on disk, with their header page."""
         for writing in self.unfinished:
             some = min(count, writing.payloads_written - writing.written)
             writing.ok[writing.indices[writing.written : writing.written + some]] = True
@@ -233,8 +231,8 @@ class WriteQueue:
             count -= some
         assert count == 0, "more than were written"
 
-    def settled(self) -> list[PendingStore]:
-        """Transfers of which nothing is left to be written, in their order. Each comes out once."""
+    def pop_finished(self) -> list[PendingStore]:
+        """Removes and returns the transfers that are written completely, in order."""
         done = []
         while self.unfinished and self.unfinished[0].written == len(self.unfinished[0].indices):
             done.append(self.unfinished.popleft())
@@ -242,6 +240,6 @@ class WriteQueue:
 
 
 def _bytes_left(writing: PendingStore) -> int:
-    """About, of the chunks that are not being packed: most of a transfer's are of one length."""
+    """An estimate for the chunks that are not being packed: most of a transfer's have one length."""
     left = len(writing.indices) - writing.begun
     return left * writing.chunks.payloads[writing.begun].nbytes if left else 0
