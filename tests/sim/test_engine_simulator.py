@@ -155,16 +155,16 @@ PLANTS = [
     Planted(preempted_state_that_does_not_come_back, 0, "a wrong recurrent state"),
     Planted(swapped_chunk_that_is_not_pinned, 1, "wrong bytes of token"),
     Planted(everybody_pays_for_one, 19, "failed: StowageError"),
-    Planted(blocks_that_are_not_computed_again, 19, "is not told"),
+    pytest.param(Planted(blocks_that_are_not_computed_again, 19, "is not told"), marks=pytest.mark.rare),
     Planted(tier_whose_errors_get_through, 23, "the engine stopped: KeyError"),
     Planted(block_that_is_named_for_another, 0, "wrong bytes of token"),
     Planted(stuck_too_soon, 30, "failed: TransferError"),
-    Planted(requests_left_behind, 3, "requests do not end"),
+    pytest.param(Planted(requests_left_behind, 3, "requests do not end"), marks=pytest.mark.rare),
 ]
 
 
-def test_40_worlds_hold_every_promise() -> None:
-    for seed in range(40):
+def test_12_worlds_hold_every_promise() -> None:
+    for seed in range(12):
         simulate(seed)
 
 
@@ -173,6 +173,7 @@ def test_seeds_that_once_failed_hold(seed: int) -> None:
     simulate(seed)
 
 
+@pytest.mark.rare
 def test_a_seed_names_a_run_whatever_the_hash_seed() -> None:
     told = assert_no_hash_seed_matters(engine=True)
     assert "fault copy_in_fails" in told["never"] and simulate(7).digest == simulate(7).digest != simulate(8).digest

@@ -15,6 +15,7 @@ from stowage.storage.remote.backend import Bounds
 from stowage.storage.remote.tier import RemoteTier
 from stowage.storage.valkey import ValkeyTier
 from stowage.testing import TierConformance
+from tests.depth import few_or_all
 from tests.tiers.client import Client
 from tests.tiers.proxy import Mood, proxied
 from tests.tiers.servers import BUCKET, RedisServer, S3Server
@@ -56,10 +57,11 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "stowage")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 class TestMemory(TierConformance):
     keeps_bytes = 8 * MIB
-    examples = 80
+    examples = few_or_all(20, 80)
 
     def make_tier(self, directory: Path) -> RemoteTier:
         return ObjectTier("memory:///", NAMESPACE)
@@ -99,10 +101,11 @@ class TestS3(TierConformance):
         return ObjectTier(f"{self.url}/{uuid.uuid4().hex}", NAMESPACE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 class TestValkey(TierConformance):
     keeps_bytes = 8 * MIB
-    examples = 80
+    examples = few_or_all(20, 80)
 
     @pytest.fixture(autouse=True)
     def address(self, redis: RedisServer) -> None:

@@ -26,9 +26,10 @@ from torch import Tensor
 import stowage
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.replay.calls.backend import recorded_steps
+from tests.depth import few_or_all
 from tests.weights.conftest import expectations, logits, needs_kernels, run, steps_of
 
-FORWARDS = int(os.environ.get("STOWAGE_TEST_FORWARDS", "400"))
+FORWARDS = int(os.environ.get("STOWAGE_TEST_FORWARDS", few_or_all("200", "400")))
 THREADS = 8
 
 
