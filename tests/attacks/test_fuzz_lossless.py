@@ -13,6 +13,7 @@ SOURCES = HERE.parents[1] / "src/stowage/native/lossless"
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
+@pytest.mark.rare
 def test_no_damaged_payload_makes_it_read_or_write_elsewhere(tmp_path: Path) -> None:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:

@@ -181,6 +181,7 @@ with Client(Path(sys.argv[1]), limit) as client:
 """
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_the_largest_index_that_there_can_be(tmp_path: Path) -> None:
     """A sealed segment of 1,048,576 entries, all of them possible: a footer of 136 MiB, for one page of payload.

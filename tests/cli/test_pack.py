@@ -45,6 +45,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_a_packed_model_is_run_and_its_perplexity_is_told(call: Stowage, told: dict[str, dict[str, Any]]) -> None:
     """The demo's model knows English, so that errors in its weights can be seen: more in 4 bits, few in both."""
@@ -63,6 +64,7 @@ def test_a_packed_model_is_run_and_its_perplexity_is_told(call: Stowage, told: d
     assert answered.stdout.strip()
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_formats_of_gguf_files_are_written_and_what_they_cost_is_told(
     call: Stowage, told: dict[str, dict[str, Any]]
@@ -76,6 +78,7 @@ def test_formats_of_gguf_files_are_written_and_what_they_cost_is_told(
     assert plan.exit_code == 0, plan.output
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_a_mixed_checkpoint_loses_less_than_4_bits_and_is_one_wherever_it_lies(
     call: Stowage, told: dict[str, dict[str, Any]]
@@ -171,6 +174,7 @@ def test_what_is_much_worse_or_was_not_scored_has_no_name(
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_process_that_is_told_to_end_leaves_nothing(
     number: int, status: int, tiny_llama: Path, tmp_path: Path

@@ -93,6 +93,7 @@ def test_the_rate_is_limited(call: Stowage, tmp_path: Path) -> None:
     assert result.exit_code == 0 and time.monotonic() - began_s > 0.5  # 540 KB, a second's worth of which is free
 
 
+@pytest.mark.rare
 def test_killed_for_real_it_loses_nothing_good(tmp_path: Path) -> None:
     """The process is killed at random moments while it works, over and over; then it is let through."""
     cache = fill(tmp_path / "c", 200)

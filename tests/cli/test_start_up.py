@@ -53,6 +53,7 @@ print("\\nloaded", *(name for name in heavy if name in sys.modules))
 """
 
 
+@pytest.mark.rare
 def test_a_plan_leaves_the_compiler_out(tmp_path: Path) -> None:
     """Of a model whose forward without weights asks for symbols, too."""
     (tmp_path / "config.json").write_text(tiny_models.config("qwen3_moe").to_json_string())

@@ -18,6 +18,7 @@ from stowage.executor import kernels
 from stowage.testing import tiny_models
 from stowage.transfer.cpu import CpuTransfer
 from tests.cli.conftest import Stowage
+from tests.depth import mostly_rare
 
 SMALL = Memory(kv_cache_memory="8MiB", host_memory="8MiB", block_size=4, chunk_blocks=2, snapshot_tokens=64)
 FLAGS = ["--kv-cache-memory", "8MiB", "--host-memory", "8MiB", "--block-size", "4", "--chunk-blocks", "2"]
@@ -92,7 +93,7 @@ def test_a_directory_that_another_run_takes_for_a_left_one_is_not_used(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "nemotron_h"])
+@pytest.mark.parametrize("family", mostly_rare(["gemma3", "nemotron_h"], ["gemma3"]))
 def test_hybrids_pass_with_middle_hits(family: str, tmp_path: Path) -> None:
     report = verify(tiny_models.write(family, tmp_path / family), SMALL)
     middles = [case for case in report.cases if "of the long one" in case.name and case.tier != "off"]
@@ -100,7 +101,7 @@ def test_hybrids_pass_with_middle_hits(family: str, tmp_path: Path) -> None:
     assert {case.verdict for case in middles} == {OK}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_rare(["float32", "bfloat16"], ["bfloat16"]))
 def test_fails_when_loaded_bytes_are_wrong(dtype: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = CpuTransfer.load
 
@@ -115,7 +116,7 @@ def test_fails_when_loaded_bytes_are_wrong(dtype: str, tiny_llama: Path, monkeyp
     assert by_verdict(report, "device") <= {OK, SHORT}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_rare(["float32", "bfloat16"], ["float32"]))
 def test_fails_when_it_is_another_model(dtype: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tier changes a bit of what is wrong everywhere."""
     right = kernels.attend
@@ -138,6 +139,7 @@ def test_fails_when_nothing_is_reused(call: Stowage, tiny_llama: Path, monkeypat
     assert all(case["identical"] for case in report["cases"])
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_uses_the_given_directory_whatever_it_holds(tiny_llama: Path, tmp_path: Path) -> None:
     memory = Memory(

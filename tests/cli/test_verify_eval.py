@@ -137,6 +137,7 @@ def test_a_question_that_does_not_fit(tiny_llama: Path, tmp_path: Path) -> None:
     assert tasks.NEW_TOKENS == 256
 
 
+@pytest.mark.rare
 def test_a_budget_for_weights_is_compared_with_none(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every tier off all weights are in memory: one byte of a streamed layer is enough to be seen."""
     from stowage.weights.delivery import Streamed
@@ -163,6 +164,7 @@ def test_a_budget_for_weights_is_compared_with_none(tiny_llama: Path, monkeypatc
     assert not verify(tiny_llama, memory).parity
 
 
+@pytest.mark.rare
 def test_shared_stores_serve_alone(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     memory = Memory(
@@ -175,6 +177,7 @@ def test_shared_stores_serve_alone(tiny_llama: Path, tmp_path: Path) -> None:
     assert report.features()["object, restarted"] == report.features()["disk, restarted"] == "ok"
 
 
+@pytest.mark.rare
 def test_families(call: Stowage) -> None:
     result = call("verify", "--families", "gemma3", *FLAGS, "--json", "--seed", "2")
     report = json.loads(result.stdout)

@@ -118,6 +118,7 @@ def test_a_process_killed_while_another_lives(tmp_path: Path, nursery: Nursery) 
         client.check()
 
 
+@pytest.mark.rare
 def test_a_writer_that_is_stopped_and_goes_on(tmp_path: Path, nursery: Nursery) -> None:
     """While it is stopped others read what it stored and write on, and its own segment stays its own."""
     writer = Writer(nursery, tmp_path / "c", 4 * LIMIT, "stopped")
@@ -140,6 +141,7 @@ def test_a_writer_that_is_stopped_and_goes_on(tmp_path: Path, nursery: Nursery) 
     writer.kill()
 
 
+@pytest.mark.rare
 def test_two_processes_under_one_small_limit(tmp_path: Path, nursery: Nursery) -> None:
     """Both write at full speed and verify what they read; the directory is watched all the time."""
     samples = []

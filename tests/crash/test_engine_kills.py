@@ -141,6 +141,7 @@ class WorkerPool:
         assert not nursery.left_in_shared_memory()
 
 
+@pytest.mark.rare
 def test_random_kills_of_a_loaded_engine(tmp_path: Path) -> None:
     worker_pools = [WorkerPool(tmp_path / str(number), KILLS // CREWS, number) for number in range(CREWS)]
     began_s = time.monotonic()

@@ -149,6 +149,7 @@ def work(directory: str, board_path: str, seed: int, operations: int) -> None:
     board.control.notes[DONE] = 1
 
 
+@pytest.mark.rare
 def test_eight_processes_share_one_directory(tmp_path: Path) -> None:
     chance = random.Random(3)
     directory = tmp_path / "c"

@@ -21,6 +21,7 @@ import stowage
 from stowage import Engine, Memory, SamplingParams
 from stowage.cli.app import app
 from stowage.testing import tiny_models
+from tests.depth import mostly_rare
 from tests.engine.conftest import LOGPROB_BOUND
 from tests.weights import gguf_files, published_files
 
@@ -68,7 +69,7 @@ def answers(engine: Engine, adapter: str | None = None, prompts: list[list[int]]
     return [(c.token_ids, [p.logprob for p in c.logprobs]) for c in found]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_rare(["float32", "bfloat16"], ["bfloat16"]))
 @pytest.mark.parametrize("adapter", ["one", "two", "ranks"])
 def test_an_offloaded_model_answers_as_peft_to_the_bit(adapter: str, dtype: str, world: Path) -> None:
     ids = torch.tensor([PROMPTS[0]])
@@ -113,7 +114,7 @@ def test_an_engine_answers_as_peft_does(world: Path) -> None:
 
 
 @pytest.mark.parametrize("memory", [{}, {"weights": "*layers*=stream"}])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_rare(["float32", "bfloat16"], ["bfloat16"]))
 def test_neighbours_and_budgets_change_no_bit(dtype: str, memory: dict[str, Any], world: Path) -> None:
     """Deterministic: requests of three kinds at once, against each alone in an engine that has nothing else."""
     names = {"one": world / "one", "two": world / "two"}
@@ -185,7 +186,7 @@ def test_an_offloaded_model_with_an_adapter_in_an_engine_and_a_cache(world: Path
             call()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "olmo_hybrid", "bamba", "gemma3", "bloom"])
+@pytest.mark.parametrize("family", mostly_rare(["gpt2", "olmo_hybrid", "bamba", "gemma3", "bloom"], ["gpt2", "bamba"]))
 def test_other_families(family: str, tmp_path: Path) -> None:
     """Linear layers that are stored the other way round, recurrent layers, windows, the fallback."""
     base = tiny_models.write(family, tmp_path / "base")
@@ -301,6 +302,7 @@ def test_the_text_of_a_model_that_takes_pictures(family: str, tmp_path: Path) ->
     assert (found - rows).abs().max() < LOGPROB_BOUND
 
 
+@pytest.mark.rare
 def test_packed_weights_and_a_hard_budget(world: Path, tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["pack", str(world / "float32"), str(tmp_path / "packed")]).exit_code == 0
     found = []

@@ -23,6 +23,7 @@ from stowage.errors import (
 from stowage.models.hub import find
 from stowage.plugins.transformers.prefix_cache import PrefixCache
 from stowage.testing import tiny_models
+from tests.depth import mostly_rare
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
 
@@ -177,7 +178,7 @@ def test_budget_for_no_sequence_says_the_least(family, checkpoints):
         assert len(engine.generate([random_prompt(4)], greedy(2))[0].token_ids) == 2
 
 
-@pytest.mark.parametrize("family", tiny_models.KINDS)
+@pytest.mark.parametrize("family", mostly_rare(tiny_models.KINDS, ["llama", "gemma3", "nemotron_h"]))
 def test_budget_for_one_long_sequence_says_the_least(family, checkpoints, references):
     prompt = random_prompt(2000)
     with Engine(checkpoints(family), Memory(kv_cache_memory="400KiB", max_num_batched_tokens=64)) as engine:

@@ -31,6 +31,7 @@ def perplexity(engine: Engine, windows: list[list[int]], tier: str = "") -> floa
     return math.exp(-sum(scores) / len(scores))
 
 
+@pytest.mark.rare
 def test_perplexity_is_the_same_through_every_tier(tmp_path):
     tokens = AutoTokenizer.from_pretrained(model_path())(heldout_text()[:20000])["input_ids"]
     windows = [tokens[i * WINDOW_TOKENS : (i + 1) * WINDOW_TOKENS] for i in range(WINDOWS)]
@@ -63,6 +64,7 @@ def test_demo_without_a_model(tmp_path, monkeypatch):
 REAL = Path(__file__).parents[2] / demo.REAL_MODEL
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [model_path(), pytest.param(REAL, marks=pytest.mark.real)], ids=lambda m: m.name)
 def test_demo(model, tmp_path, capsys):

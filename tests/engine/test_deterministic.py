@@ -26,6 +26,7 @@ from stowage.executor.determinism.cuts import Pieces
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused import recurrent_layers
 from stowage.testing import tiny_models
+from tests.depth import mostly_rare
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 
 KINDS = ("llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next")
@@ -78,7 +79,10 @@ def opened(checkpoints):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    ["llama", "deepseek_v3", "qwen3_next", *(pytest.param(kind, marks=ELSEWHERE) for kind in ("gemma3", "llama4"))],
+    mostly_rare(
+        ["llama", "deepseek_v3", "qwen3_next", *(pytest.param(kind, marks=ELSEWHERE) for kind in ("gemma3", "llama4"))],
+        ["llama"],
+    ),
 )
 def test_500_tokens(family, opened, tmp_path):
     """One answer of 500 tokens: alone; beside others, in other pieces, on a device with room for one such
@@ -118,12 +122,13 @@ def forget_trials(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_next", "bamba"])
+@pytest.mark.parametrize("family", mostly_rare(["llama", "qwen3_next", "bamba"], ["llama", "bamba"]))
 def test_the_next_turn(family, opened):
     """What was generated is part of the next prompt, and is reused: one computation made it."""
     _next_turn(family, opened, 384)
 
 
+@pytest.mark.rare
 def test_the_next_turn_of_one_that_scans(opened, scanned):
     """It is computed again."""
     _next_turn("qwen3_next", opened, 320)
@@ -158,12 +163,13 @@ def test_an_engine_that_cannot_be_opened_leaves_the_model_as_it_was(checkpoints,
     assert model.config._attn_implementation != attention.NAME
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("family", mostly_rare(["llama", "qwen3_next"], ["llama"]))
 def test_preempted_and_computed_again(family, opened):
     """No host memory: what was preempted is computed again."""
     _preempted(family, opened)
 
 
+@pytest.mark.rare
 def test_one_that_scans_is_preempted_and_computed_again(opened, scanned):
     """Its generated tokens one by one."""
     _preempted("qwen3_next", opened)
@@ -180,7 +186,10 @@ def _preempted(family, opened):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("qwen3_next", "float32")])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    mostly_rare([("llama", "float32"), ("llama", "bfloat16"), ("qwen3_next", "float32")], [("llama", "bfloat16")]),
+)
 def test_any_schedule(family, dtype, checkpoints):
     """Random prompts with common beginnings, arriving in random order, in steps and on devices of random sizes, with
     caches dropped in between: every answer is what a fresh engine gives when it is asked that alone.
@@ -265,7 +274,9 @@ def test_what_depends_on_neighbours_is_refused(checkpoints, monkeypatch, tmp_pat
     assert "the last bits of answers may depend" in caplog.text
 
 
-@pytest.mark.parametrize(("family", "dtype"), WITHOUT_KERNELS)
+@pytest.mark.parametrize(
+    ("family", "dtype"), mostly_rare(WITHOUT_KERNELS, [("llama", "bfloat16"), ("gemma3", "bfloat16")])
+)
 def test_without_kernels(family, dtype, checkpoints, monkeypatch, tmp_path):
     """Each piece of a prompt is a forward of its own, at its own place: slower, and exact. Jamba: every token."""
     if dtype == "bfloat16":
@@ -291,6 +302,7 @@ def test_without_kernels(family, dtype, checkpoints, monkeypatch, tmp_path):
         assert sum(completion.reused_tokens["disk"] for completion in found) > 0
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "layers"), MANY_LAYERS)
 def test_many_layers(family, layers, tmp_path):
@@ -311,7 +323,7 @@ def test_many_layers(family, layers, tmp_path):
             assert engine.flush()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("family", mostly_rare(["llama", "gemma3", "qwen3_next"], ["gemma3"]))
 def test_where_torch_is_quicker_with_many_rows(family, checkpoints, monkeypatch, tmp_path):
     """Pieces of prompts by torch, single tokens of all sequences by the kernels."""
     monkeypatch.setattr(kernels, "outdone", lambda dtype: True)

@@ -20,6 +20,7 @@ from stowage.executor.fallback import runner, trial
 from stowage.executor.fallback.cache_layers import At, PooledRows
 from stowage.models.namespace import block_tokens_of
 from stowage.testing import tiny_models
+from tests.depth import mostly_rare
 from tests.engine.conftest import assert_same, greedy, random_prompt
 from tests.engine.families.world import World
 from tests.engine.test_prompt_logprobs import assert_scored
@@ -42,7 +43,7 @@ def leave_only_disk(engine):
     engine.drop_host()
 
 
-@pytest.mark.parametrize("family", BOTH)
+@pytest.mark.parametrize("family", mostly_rare(BOTH, ["deepseek_v32"]))
 def test_a_checkpoint_with_disk(family, engines, references, tmp_path):
     """Tenants apart; part of a prompt from host; all of it from disk after a restart; damaged, it is computed anew."""
     memory = {
@@ -95,6 +96,7 @@ def test_clients_get_on_in_turns(engines, references):
     assert min(between.count(n) for n in range(3)) >= max(between.count(n) for n in range(3)) - 2
 
 
+@pytest.mark.rare
 def test_a_budget_for_one(engines, references):
     """A device with room for little more than one sequence: they take turns, and one that can never fit is told."""
     engine = engines("deepseek_v32", context_tokens=4096, kv_cache_memory="400KiB", max_num_batched_tokens=64)
@@ -107,6 +109,7 @@ def test_a_budget_for_one(engines, references):
         engine.submit(random_prompt(3000), greedy(4))
 
 
+@pytest.mark.rare
 def test_longer_than_the_device(engines, references):
     """A third of the device that the sequence needs: older blocks are read in host memory."""
     sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "chunk_blocks": 2}
@@ -118,7 +121,7 @@ def test_longer_than_the_device(engines, references):
     assert engine.stats()["engine"]["blocks_moved_out"] > 0
 
 
-@pytest.mark.parametrize("family", BOTH)
+@pytest.mark.parametrize("family", mostly_rare(BOTH, ["deepseek_v4"]))
 def test_the_same_bits(family):
     """``deterministic``: at once, or in pieces beside another prompt, or with a part from host memory."""
     model, prompt, found = tiny_models.build(family, tiny_models.TinySize(layers=3)), PROMPT[:200], []
@@ -135,7 +138,7 @@ def test_the_same_bits(family):
     assert all((one.token_ids, one.logprobs) == (found[0].token_ids, found[0].logprobs) for one in found)
 
 
-@pytest.mark.parametrize("family", BOTH)
+@pytest.mark.parametrize("family", mostly_rare(BOTH, ["deepseek_v32"]))
 def test_scores_of_prompts(family, engines, references):
     engine = engines(family, host_memory="16MiB", max_num_batched_tokens=64)
     score = SamplingParams(max_new_tokens=1, prompt_logprobs=3, ignore_eos=True)

@@ -104,6 +104,7 @@ def test_an_engine_on_a_full_disk(
     engine.check()
 
 
+@pytest.mark.rare
 def test_a_limit_that_shrinks_and_grows_while_others_write(tmp_path: Path) -> None:
     """Four writers in one directory, each told the new limits; what they read meanwhile is exact."""
     limits = [24 * MIB, 6 * MIB, 16 * MIB, 5 * MIB, 24 * MIB]

@@ -66,6 +66,7 @@ def test_what_is_planted_is_found(plant: Any, tmp_path: Path, monkeypatch: pytes
             run(draw(seed, FAMILIES), tmp_path / str(seed))
 
 
+@pytest.mark.rare
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     level = logging.getLogger("stowage").level
     assert main(["--seed", "3", "--cases", "1", "--family", "llama"]) == 0

@@ -16,6 +16,7 @@ from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.codes import Form, PackedMatrix
 from stowage.weights.quantized.formats import Spec, dequantized
 from tests.block_formats import SPECS, parts_of
+from tests.depth import mostly_rare
 from tests.engine.conftest import INSTRUCTIONS
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
@@ -92,7 +93,7 @@ def test_published_formats(spec: Spec, dtype: torch.dtype) -> None:
         assert_means(x, kernels.int8_product(x, BlockMatrix(one, parts, dtype)), dequantized(one, parts), one)
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale_dtype", mostly_rare([torch.float32, torch.float16, torch.bfloat16], [torch.float16]))
 @pytest.mark.parametrize("zeros", [False, True])
 def test_scales_of_any_type_for_any_number_of_blocks(scale_dtype: torch.dtype, zeros: bool) -> None:
     """Also one for three blocks, which is no part of four, and one for all inputs."""

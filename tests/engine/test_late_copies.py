@@ -13,6 +13,7 @@ from stowage.engine.engine import Engine
 from stowage.executor.block_pool import bytes_needed
 from stowage.executor.device import DeviceLink
 from stowage.transfer.staged import StagedTransfer
+from tests.depth import mostly_rare
 from tests.engine.conftest import assert_same, check_and_close, greedy, random_prompt
 from tests.late_copies import LateCopies
 
@@ -52,7 +53,7 @@ def opened(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
         assert not copies.leaving.open and not copies.coming.open, "something is under way after the end"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_rare(FAMILIES, ["gemma3"]))
 def test_reuse_from_host_and_disk(family: str, opened: Opened, references, tmp_path: Path) -> None:
     """Every answer is plain Transformers', and prefixes do come back."""
     engine, copies = opened(family, disk=f"{tmp_path / 'cache'}:64MiB")
@@ -65,7 +66,7 @@ def test_reuse_from_host_and_disk(family: str, opened: Opened, references, tmp_p
     assert completion.reused_tokens["disk"] >= 256
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_rare(FAMILIES, ["llama", "gemma3"]))
 @pytest.mark.parametrize("patience", [2, 6])
 def test_host_memory_under_pressure(family: str, patience: int, opened: Opened, references) -> None:
     """Slots are wanted again as soon as they may be: not all prompts have room, and every one comes twice."""
@@ -78,7 +79,7 @@ def test_host_memory_under_pressure(family: str, patience: int, opened: Opened, 
     assert engine.stats()["store"]["evictions"] > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_rare(FAMILIES, ["gemma3"]))
 def test_preempted(family: str, opened: Opened, references) -> None:
     """What was put into host memory is there before it is read, and stays until it has been."""
     layouts = opened(family, context_tokens=160)[0].parts.layout.blocks

@@ -21,6 +21,7 @@ from stowage.executor.batch import StreamStep
 from stowage.executor.block_pool import blocks_needed
 from stowage.executor.block_table import OFFLOADED
 from stowage.native import is_wanted
+from tests.depth import mostly_rare
 from tests.engine.conftest import assert_nothing_is_pinned, check_and_close, random_prompt
 from tests.engine.families.world import World, greedy
 from tests.engine.test_failures import FailingTransfer
@@ -83,7 +84,7 @@ def bits(completion):
     return completion.token_ids, completion.logprobs
 
 
-@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kernels", mostly_rare([True, False], [True]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_larger_than_the_device(family, kernels, opened, monkeypatch):
     """A prompt and its answer on half, a quarter and a tenth of the device that they need: nothing is computed twice,
@@ -348,7 +349,7 @@ def test_copies_that_fail(opened):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", mostly_rare(range(2), [0]))
 def test_any_schedule(family, seed, opened, tmp_path):
     """Long and short prompts with common beginnings, at random moments, some of them cancelled, caches dropped in
     between, in little memory.

@@ -18,6 +18,7 @@ from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
 from stowage.storage.protocol import Outcome
+from tests.depth import mostly_rare
 from tests.engine.conftest import assert_same, greedy, random_prompt
 
 PROMPT_TOKENS = 400
@@ -206,7 +207,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
-@pytest.mark.parametrize("when", ["from the start", "later"])
+@pytest.mark.parametrize("when", mostly_rare(["from the start", "later"], ["later"]))
 def test_a_tier_that_is_broken_costs_hits_only(broken, when, checkpoints, references):
     tier = DictTier(64 << 20)
     prompts = [random_prompt(PROMPT_TOKENS), random_prompt(PROMPT_TOKENS, seed=2)]

@@ -7,10 +7,11 @@ from __future__ import annotations
 import pytest
 
 from stowage.testing.tiny_models import KINDS
+from tests.depth import mostly_rare
 from tests.engine.conftest import assert_same, greedy, random_prompt, small_pool
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", mostly_rare(KINDS, ["llama", "gemma3", "nemotron_h"]))
 def test_spilled_and_loaded_back(family, engines, references):
     engine = small_pool(engines, family, host_memory="32MiB", snapshot_tokens=64)
     prompts = [random_prompt(60 + i, seed=i) for i in range(4)]
@@ -26,7 +27,7 @@ def test_spilled_and_loaded_back(family, engines, references):
     engine.check()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "nemotron_h"])
+@pytest.mark.parametrize("family", mostly_rare(["llama", "gemma3", "nemotron_h"], ["llama", "nemotron_h"]))
 def test_without_host_it_is_computed_again(family, engines, references):
     engine = small_pool(engines, family)
     prompts = [random_prompt(60 + i, seed=i) for i in range(4)]

@@ -31,6 +31,7 @@ from stowage.executor.replay.programs.program import Arena
 from stowage.executor.replay.programs.writer import sketched
 from stowage.executor.runner import Runner
 from stowage.testing import tiny_models
+from tests.depth import mostly_rare
 
 pytestmark = pytest.mark.skipif(
     not kernels.wanted(torch.device("cpu"), torch.float32), reason="lists are for the kernels, which are not used here"
@@ -206,11 +207,14 @@ MORE = (
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [
-        pytest.param(family, dtype, marks=() if family in ONE_OF_EACH else pytest.mark.every_family)
-        for family in (*ONE_OF_EACH, *MORE)
-        for dtype in kernels.DTYPES
-    ],
+    mostly_rare(
+        [
+            pytest.param(family, dtype, marks=() if family in ONE_OF_EACH else pytest.mark.every_family)
+            for family in (*ONE_OF_EACH, *MORE)
+            for dtype in kernels.DTYPES
+        ],
+        [("llama", torch.float32), ("gemma3", torch.bfloat16), ("qwen3_moe", torch.bfloat16)],
+    ),
 )
 def test_a_list_gives_the_model_s_own_bits(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     with compared(monkeypatch) as told, Engine(tiny_models.build(family).to(dtype), memory()) as engine:

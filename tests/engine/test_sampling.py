@@ -22,6 +22,7 @@ from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.logits_processors import processors_of
 from stowage.engine.sampling import Sampler, SamplingParams
 from stowage.errors import RequestError
+from tests.depth import mostly_rare
 from tests.engine.conftest import greedy, random_prompt, small_pool
 
 
@@ -107,7 +108,7 @@ PENALISED = SamplingParams(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [{}, {"temperature": 0.8, "seed": 4}])
+@pytest.mark.parametrize("more", mostly_rare([{}, {"temperature": 0.8, "seed": 4}], [{}]))
 def test_penalties_depend_on_the_request_alone(engines, more):
     """The same tokens alone, in a batch, with the prefix reused from device and host, and after preemption."""
     params = replace(PENALISED, **more)

@@ -16,6 +16,7 @@ from stowage.weights.quantized.blocks import parameter_names
 from stowage.weights.quantized.formats import Spec
 from stowage.weights.quantized.stacks import Stacking, put_stacks, stacked_linear
 from tests.block_formats import SPECS, parts_of
+from tests.depth import mostly_rare
 from tests.engine.test_programs import left, replays, usual
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
@@ -44,7 +45,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("dtype", mostly_rare(kernels.DTYPES, [torch.bfloat16]))
 @pytest.mark.parametrize(
     "spec",
     [pytest.param(spec, marks=pytest.mark.every_family if at % 3 else ()) for at, spec in enumerate(SPECS)],

@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 
+from tests.depth import mostly_rare
 from tests.library.conftest import (
     FULL,
     RECURRENT,
@@ -29,7 +30,7 @@ MIDDLE = torch.cat([LONG[:, :SHARED], tokens(45, seed=1)], dim=1)
 """Shares what is behind every window here, and ends in the middle of what was kept."""
 
 
-@pytest.mark.parametrize("family", FULL + WINDOWED)
+@pytest.mark.parametrize("family", mostly_rare(FULL + WINDOWED, ["llama", "gemma3", "deepseek_v3"]))
 def test_restore_generate_keep(family, prefix_caches, tmp_path):
     """The loop of the README: cold, again, in the middle, and from disk in a new process's place."""
     prefixes = prefix_caches(family, disk=f"{tmp_path / 'cache'}:64MiB")
@@ -50,7 +51,7 @@ def test_restore_generate_keep(family, prefix_caches, tmp_path):
         assert restored(again) - before == expected
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", mostly_rare(RECURRENT, ["nemotron_h", "lfm2"]))
 def test_prefill_generate_keep(family, prefix_caches, tmp_path):
     """Recurrent state is kept where it stands: at every 128 tokens and at the prompt's last boundary."""
     prefixes = prefix_caches(family, disk=f"{tmp_path / 'cache'}:64MiB", snapshot_tokens=128)
@@ -70,7 +71,7 @@ def test_prefill_generate_keep(family, prefix_caches, tmp_path):
         assert restored(again) - before == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("family", mostly_rare(["llama", "gemma3", "qwen3_next"], ["llama", "qwen3_next"]))
 def test_a_conversation(family, prefix_caches):
     """Each turn finds the one before it; with ``prefill`` for every kind of model."""
     prefixes = prefix_caches(family)
@@ -86,7 +87,7 @@ def test_a_conversation(family, prefix_caches):
     assert found == [0, 128, 192]  # of 130, 200 and 270 tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "qwen3_next"])
+@pytest.mark.parametrize("family", mostly_rare(["llama", "gemma3", "llama4", "qwen3_next"], ["llama", "gemma3"]))
 def test_one_cache_that_lives_on(family, prefix_caches):
     """The same cache goes through several turns and is kept after each; a cold start finds all of them."""
     prefixes = prefix_caches(family)
@@ -103,7 +104,7 @@ def test_one_cache_that_lives_on(family, prefix_caches):
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3", "llama4", "qwen3_next", "falcon_h1", "lfm2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", mostly_rare([torch.float32, torch.bfloat16], [torch.bfloat16]), ids=["fp32", "bf16"])
 def test_what_is_restored_is_what_was_kept(family, dtype, prefix_caches, tmp_path):
     """Bit for bit, every tensor of every layer, from host memory and from disk."""
     model = copy.deepcopy(model_of(family)).to(dtype)
@@ -121,7 +122,7 @@ def test_what_is_restored_is_what_was_kept(family, dtype, prefix_caches, tmp_pat
         assert {n: getattr(one, n, None) for n in plain} == {n: getattr(other, n, None) for n in plain}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("family", mostly_rare(["llama", "gemma3", "qwen3_next", "falcon_h1"], ["llama", "qwen3_next"]))
 def test_a_batch_of_prompts_of_one_length(family, prefix_caches):
     """All rows resume at the longest boundary that all have; each row is stored by itself."""
     prefixes = prefix_caches(family)
@@ -184,7 +185,12 @@ def test_on_a_cuda_device(family, prefix_caches, tmp_path):
     assert torch.equal(answer(model, ids, cache)[0], plain)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize(
+    "family",
+    mostly_rare(
+        ["llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "falcon_h1", "lfm2"], ["llama", "gemma3", "lfm2"]
+    ),
+)
 def test_exact(family, prefix_caches, tmp_path):
     """In bfloat16, whatever was stored: the bits of every tensor and every score of a run with nothing stored; of a
     longer prompt, of one that parts, after a restart, and as two rows.

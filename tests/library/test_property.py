@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from stowage import PrefixCache
 from stowage.testing import tiny_models
+from tests.depth import mostly_rare
 from tests.library.conftest import LOGIT_BOUND, answer, restored, same, tokens
 
 BLOCK, CHUNK = 8, 16
@@ -37,7 +38,7 @@ def longest_kept(prompt: list[int], kept: list[list[int]]) -> int:
     return best
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4"])
+@pytest.mark.parametrize("family", mostly_rare(["llama", "gemma3", "llama4"], ["llama", "gemma3"]))
 @settings(max_examples=5)
 @given(data=st.data())
 def test_restore_finds_the_longest_prefix(family: str, data: st.DataObject) -> None:

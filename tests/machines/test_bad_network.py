@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.depth import mostly_rare
 from tests.engine.conftest import random_prompt
 from tests.machines.conftest import Open, Start
 from tests.machines.machine import Machine
@@ -52,6 +53,7 @@ def comes_back(machine: Machine, tier: str, prompt: list[int], expected: list[in
     assert machine.stats()[f"{tier}.corrupt"] == machine.stats()[f"{tier}.faults"] == 0
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REMOTE)
 def test_a_cut_link(kind: str, store: Open, start: Start, network: Network, alone) -> None:
@@ -93,7 +95,7 @@ def test_a_link_that_is_cut_in_the_middle_of_a_load(store: Open, start: Start, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", REMOTE)
+@pytest.mark.parametrize("kind", mostly_rare(REMOTE, ["valkey"]))
 def test_a_slow_link(kind: str, store: Open, start: Start, network: Network, alone) -> None:
     """Too slow for its deadline: computed. Slow, and there is time: loaded. Storing over it ends, too."""
     shared = store(kind)
@@ -119,6 +121,7 @@ def test_a_slow_link(kind: str, store: Open, start: Start, network: Network, alo
         machine.close()
 
 
+@pytest.mark.rare
 def test_a_link_that_loses_packets(store: Open, start: Start, network: Network, alone) -> None:
     """Of many connections at the same time."""
     shared = store("s3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.depth import mostly_rare
 from tests.engine.conftest import random_prompt
 from tests.machines.conftest import Open, Start
 from tests.machines.machine import MEMORY, Machine, live
@@ -16,7 +17,11 @@ LEAST = PROMPT_TOKENS - 128 - 64
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"), [*((kind, "llama") for kind in KINDS), ("valkey", "gemma3"), ("s3", "qwen3_next")]
+    ("kind", "family"),
+    mostly_rare(
+        [*((kind, "llama") for kind in KINDS), ("valkey", "gemma3"), ("s3", "qwen3_next")],
+        [(kind, "llama") for kind in KINDS],
+    ),
 )
 def test_another_machine_answers_with_the_firsts_prefix(kind, family, store: Open, start: Start, alone) -> None:
     """Full attention, sliding windows and recurrent state."""
@@ -40,7 +45,7 @@ def test_another_machine_answers_with_the_firsts_prefix(kind, family, store: Ope
         machine.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_rare(KINDS, ["valkey"]))
 def test_a_store_that_has_lost_everything(kind: str, store: Open, start: Start, alone) -> None:
     """Both a machine that knows what was there and one that does not: misses, right answers, and all is kept anew."""
     shared, prompt = store(kind), random_prompt(PROMPT_TOKENS)

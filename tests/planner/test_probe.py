@@ -141,6 +141,7 @@ def test_a_torch_that_fails_is_told_with_its_last_words(tmp_path: Path, monkeypa
         probe._compute(heard.append, tmp_path)
 
 
+@pytest.mark.rare
 def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, with matrices and models that take no time."""
     small = {"_WIDE": 128, "_WIDE_TOKENS": 8, "_TOKENS": 6, "_ROUNDS": 1, "_LAYERS_MORE": 4, "_PROMPT_MORE": 20}

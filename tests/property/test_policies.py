@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from stowage.cache.ledger import Ledger
 from stowage.cache.policy import ARC, POLICIES, POLICY_DEFAULT, S3FIFO, CostAware, Policy
 from stowage.cache.policy.history import History, fingerprints
+from tests.depth import mostly_rare
 from tests.policy_models import Arena, SlowARC, SlowS3FIFO, array, key, lives
 
 SLOTS = 12
@@ -86,7 +87,7 @@ def test_the_memory_of_what_left_is_bounded_and_right(seed: int, entries: int, b
     assert entries <= history.capacity <= max(64, 5 * entries)
 
 
-@pytest.mark.parametrize("name", IN_PYTHON)
+@pytest.mark.parametrize("name", mostly_rare(IN_PYTHON, ["cost", "lru"]))
 def test_what_a_policy_keeps_does_not_grow(name: str) -> None:
     """A thousand times as many prompts as there are slots: its arrays stay as they were, its lists stay short."""
 
@@ -114,7 +115,7 @@ def test_what_a_policy_keeps_does_not_grow(name: str) -> None:
     arena.check()
 
 
-@pytest.mark.parametrize("name", IN_PYTHON)
+@pytest.mark.parametrize("name", mostly_rare(IN_PYTHON, ["cost", "lru"]))
 def test_the_work_per_prompt_does_not_grow_with_the_slots(name: str) -> None:
     """Counted, not timed: how many elements are touched that came out of the policy's arrays, with 200 and 3,200."""
 

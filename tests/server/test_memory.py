@@ -226,6 +226,7 @@ def peak_bytes(pid: int) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
+@pytest.mark.rare
 def test_large_bodies_of_four_clients(start) -> None:
     """The attack that took gigabytes and a minute: memory stays, and small prompts are answered meanwhile."""
     server = start("--request-memory", "96MiB", "--max-body-size", "8MiB")
@@ -264,6 +265,7 @@ def test_large_bodies_of_four_clients(start) -> None:
     server.stop()
 
 
+@pytest.mark.rare
 def test_slow_readers_of_streams(start) -> None:
     server = start("--request-memory", "64MiB", "--max-num-seqs", "8")
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True, "logprobs": 20}

@@ -77,6 +77,7 @@ def test_a_client_that_tries_again_is_served(server: Server) -> None:
     wait_until(server.idle, "idle", 30)
 
 
+@pytest.mark.rare
 def test_an_answer_that_takes_too_long(hasty: Server) -> None:
     asked = LONG | {"n": 2}
     response = httpx.post(hasty.url + TEXT, json=asked, timeout=60)

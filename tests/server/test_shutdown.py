@@ -16,6 +16,7 @@ import pytest
 import stowage
 from stowage.engine.engine import Engine
 from stowage.engine.sampling import SamplingParams
+from tests.depth import mostly_rare
 from tests.engine.conftest import random_prompt
 from tests.nursery import QUICKLY, wait_until
 from tests.server.wire import answer, closed, connected, request, until
@@ -28,7 +29,7 @@ def some(new_tokens: int, **more: object) -> dict[str, object]:
     return {"model": "tiny", "prompt": "x" * 50, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True} | more
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", mostly_rare([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_running_requests_end_and_new_ones_are_refused(start, engine: Engine, number: int) -> None:
     server = start()
     (expected,) = engine.generate(["x" * 50], SamplingParams(max_new_tokens=500, ignore_eos=True))
@@ -135,6 +136,7 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(start, tiny_llama: Pat
     server.stop()
 
 
+@pytest.mark.rare
 def test_signals_while_clients_come_and_go(start) -> None:
     """Whatever the moment, no request gets half an answer without being told."""
     for delay_s in (0.0, 0.05, 0.2):

@@ -20,6 +20,7 @@ from stowage.server.tools.formats import FORMATS
 from stowage.server.tools.grammar import enforced
 from stowage.server.tools.offer import Tool, offered
 from stowage.testing import tiny_models
+from tests.depth import mostly_rare
 from tests.server.process import Server
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -102,7 +103,12 @@ def vocabulary_id(data: dict[str, Any], marker: str) -> int:
     return next(entry["id"] for entry in data["added_tokens"] if entry["content"] == marker)
 
 
-@pytest.fixture(params=sorted({*FORMATS} - {"glm45"}), scope="module")
+@pytest.fixture(
+    params=mostly_rare(
+        sorted({*FORMATS} - {"glm45"}), ["hermes", "mistral", "llama3_json", "deepseek_v3", "qwen3_coder"]
+    ),
+    scope="module",
+)
 def form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -344,6 +350,7 @@ def test_what_cannot_be_used_is_refused_with_its_path(path: str, odd: dict[str, 
     assert path in error["message"] and len(error["message"]) < 700
 
 
+@pytest.mark.rare
 def test_many_tools_do_not_hold_the_engine(client: openai.OpenAI) -> None:
     """While a grammar of 300 tools is compiled, the tokens of another request go on."""
     many = [

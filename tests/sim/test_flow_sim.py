@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from stowage.cache.store import Fetch, TieredStore
 from stowage.core.geometry import Geometry, Group, Kind
 from stowage.storage.protocol import Outcome, Transfer
+from tests.depth import mostly_rare
 
 BLOCK_BYTES = 24
 BLOCKS = 4
@@ -323,7 +324,7 @@ class World:
         self.store.close()
 
 
-@pytest.mark.parametrize("tiers", [0, 1, 2])
+@pytest.mark.parametrize("tiers", mostly_rare([0, 1, 2], [1]))
 def test_simulated_histories(tiers: int) -> None:
     happened: Counter[str] = Counter()
     for seed in range(SEEDS // 3):

@@ -15,6 +15,7 @@ from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
 from stowage.storage import key_file as keys
+from tests.depth import mostly_rare
 from tests.engine.conftest import Reference, assert_same, check_and_close, greedy, random_prompt
 from tests.engine.conftest import checkpoints as checkpoints
 from tests.engine.conftest import references as references
@@ -58,7 +59,7 @@ def ask(engine: Engine, prompt: list[int], expected: Any, new_tokens: int = 12) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "qwen3_next"])
+@pytest.mark.parametrize("family", mostly_rare(["llama", "gemma3", "llama4", "qwen3_next"], ["llama", "gemma3"]))
 def test_a_prefix_comes_back(family: str, url: str, engines: Callable[..., Engine], references: References) -> None:
     """From host dropped, after a restart, and with another end; of full, sliding, chunked and recurrent groups."""
     tier, prompt = tier_of(url), random_prompt(PROMPT_TOKENS)

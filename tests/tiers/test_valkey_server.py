@@ -267,6 +267,7 @@ def _join(nodes: list[RedisServer]) -> None:
         wait_until(lambda node=node: node.client.cluster("INFO")["cluster_known_nodes"] == "3", what="the cluster")
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_a_cluster(cluster: list[RedisServer], tiers: Open) -> None:
     url = f"redis://127.0.0.1:{cluster[1].port}?cluster=true"

@@ -150,6 +150,7 @@ def test_namespaces_do_not_see_each_other_but_share_the_limit(tmp_path: Path) ->
         assert mine.stats()["chunks"] == 0, "reclaimed by the other, whose own are not ours"
 
 
+@pytest.mark.rare
 def test_a_stuck_directory_lock_costs_stores_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 

@@ -110,6 +110,7 @@ def pinning(path: Path) -> list[str]:
     return broken
 
 
+@pytest.mark.rare
 def test_imports_follow_the_layers() -> None:
     assert [fault for path in FILES for fault in broken_imports(path, room_of(path))] == []
 
@@ -202,6 +203,7 @@ def test_no_file_pins() -> None:
     assert [fault for path in FILES for fault in pinning(path)] == []
 
 
+@pytest.mark.rare
 def test_no_file_unpickles_evaluates_or_runs_a_shell() -> None:
     """Of the package, the tests, the benchmarks and the scripts. This file's strings are the bad examples below."""
     here = Path(__file__)
@@ -293,6 +295,7 @@ def test_every_room_is_a_package() -> None:
     assert {path.parent for path in FILES} == {path.parent for path in SOURCE.rglob("__init__.py")}
 
 
+@pytest.mark.rare
 def test_what_tests_and_benchmarks_name_is_there() -> None:
     """Methods that they replace, too: simulators' planted bugs run long after `make static`."""
     source = Source(stowage=ROOT / "src", tests=ROOT, benchmarks=ROOT)

@@ -15,6 +15,7 @@ import pytest
 
 import stowage
 from stowage.testing import tiny_models
+from tests.depth import mostly_rare
 from tests.nursery import QUICKLY
 
 SOURCE = Path(stowage.__file__).parents[1]
@@ -90,12 +91,14 @@ finally:
     assert said(program) == [True, False]
 
 
+@pytest.mark.rare
 @gnu
 def test_a_team_ends_and_another_is_made():
     program = "print(json.dumps([team(), compute(), team(), team(), compute(), team()]))"
     assert said(program) == [0, 2.0 * (1 << 20), 1, 0, 2.0 * (1 << 20), 1]
 
 
+@pytest.mark.rare
 @gnu
 def test_another_runtime_is_left_alone():
     """LLVM's would end the teams of all threads."""
@@ -108,7 +111,7 @@ print(json.dumps(team()))
 
 
 @gnu
-@pytest.mark.parametrize(("spins", "teams"), [("1000", [0, 0]), ("300000", [1, 1])])
+@pytest.mark.parametrize(("spins", "teams"), mostly_rare([("1000", [0, 0]), ("300000", [1, 1])], ["1000"]))
 def test_only_the_engine_has_a_team(spins, teams, tmp_path):
     """After it was opened, and while it answers, whatever the asking thread has computed before. Where idle threads
     wait long, two teams are better than one that is always awake.

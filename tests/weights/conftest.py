@@ -21,6 +21,7 @@ from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps
 from stowage.testing import tiny_models
 from stowage.weights import grouping
+from tests.depth import mostly_rare
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.fixture(params=PLACEMENTS)
+@pytest.fixture(params=mostly_rare(PLACEMENTS, ["mixed", "experts"]))
 def placed(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> Iterator[tuple[str, Any]]:
     """The name of a family, and a model of it whose weights come and go."""
     family, rules = PLACEMENTS[request.param]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import stowage
 from stowage.weights import grouping
+from tests.depth import mostly_rare
 from tests.nursery import QUICKLY
 from tests.weights.architectures import GENERATES, TABLE, build, inputs
 from tests.weights.conftest import bytes_of
@@ -69,7 +70,24 @@ def tensors(out: Any) -> dict[str, Tensor]:
     return {name: value for name, value in out.items() if isinstance(value, Tensor)}
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    mostly_rare(
+        CASES,
+        [
+            "whisper-float32",
+            "llava-float32",
+            "bert-float32",
+            "modernbert-float32",
+            "llama_classification-float32",
+            "embedding-float32",
+            "funnel-float32",
+            "vit-float32",
+            "wav2vec2-float32",
+            "t5-bfloat16",
+        ],
+    ),
+)
 def test_it_answers_as_plain_transformers_does(name: str, dtype: torch.dtype, saved: Callable[..., Path]) -> None:
     directory = saved(name, dtype)
     plain = type(build(name)).from_pretrained(directory, dtype="auto").eval()
@@ -155,6 +173,7 @@ def test_what_is_refused_says_why(saved: Callable[..., Path], tmp_path: Path) ->
         stowage.offload(tmp_path, weights="*=stream")
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_the_budget_of_an_encoder_and_decoder_is_hard(tmp_path: Path) -> None:
     shape = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 8, "num_heads": 8, "vocab_size": 4096}

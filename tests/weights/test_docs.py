@@ -35,6 +35,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert int(said[2]) > 0
 
 
+@pytest.mark.rare
 def test_an_adapter_is_trained_by_the_trainer_as_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: the same program, with all weights in memory."""
     monkeypatch.undo()

@@ -16,6 +16,7 @@ from stowage.config.settings import load_settings
 from stowage.evaluation import parity
 from stowage.executor import kernels
 from stowage.executor.int8_activations import ROUNDED_FROM, note_of
+from tests.depth import mostly_rare
 from tests.weights import gguf_files
 from tests.weights.conftest import prompt
 from tests.weights.gguf_models import SIZE, model_of
@@ -40,7 +41,7 @@ def file(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("kinds", mostly_rare(KINDS, ["Q4_K Q5_K Q6_K", "F16 BF16 F32"]))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_answers_depend_on_nothing_but_the_option(kinds: str, dtype: str, file: Callable[[str], Path]) -> None:
     plain = not {name.lower() for name in kinds.split()} & kernels.INTEGER_FORMATS
@@ -78,7 +79,7 @@ def test_what_was_stored_with_it_is_never_loaded_without(tmp_path: Path, file: C
             assert engine.flush()
 
 
-@pytest.mark.parametrize(("family", "form"), [("llama", "int8"), ("qwen3_moe", "int4")])
+@pytest.mark.parametrize(("family", "form"), mostly_rare([("llama", "int8"), ("qwen3_moe", "int4")], ["llama"]))
 def test_packed_checkpoints(family: str, form: str, packs: Callable[..., Path]) -> None:
     memory, said = {"kv_cache_memory": "8MiB"}, []
     for weights, int8 in (("auto", False), ("auto", True), ("*=stream", True)):
@@ -89,6 +90,7 @@ def test_packed_checkpoints(family: str, form: str, packs: Callable[..., Path]) 
     assert said[0] != said[1]
 
 
+@pytest.mark.rare
 def test_verify_finds_parity(file: Callable[[str], Path]) -> None:
     report = parity.verify(
         file("Q4_K Q5_K Q6_K"), Memory(kv_cache_memory="8MiB"), dtype="bfloat16", int8_activations=True, seed=1

@@ -18,6 +18,7 @@ from stowage.models import loading
 from stowage.testing import tiny_models
 from stowage.weights.quantized.codes import PackedMatrix
 from stowage.weights.quantized.modules import targets
+from tests.depth import mostly_rare
 
 TEXT = "The hold is full, and what is needed first lies on top. " * 40
 
@@ -57,6 +58,7 @@ def test_the_first_positions_count_by_themselves_and_later_ones_by_their_mean() 
     assert tell.read == 10
 
 
+@pytest.mark.rare
 def test_it_does_not_depend_on_where_the_weights_lie(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     source = checkpoints("llama")
     found = [fitted(source, 5.5, tmp_path, rules) for rules in ("auto", "*=stream")]
@@ -90,7 +92,7 @@ def test_fitted_matrices_change_answers_less(checkpoints: Callable[..., Path], t
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", mostly_rare(["qwen3_moe", "gpt_oss"], ["qwen3_moe"]))
 def test_experts_are_fitted_to_what_the_tokens_that_choose_them_bring(family: str, tmp_path: Path) -> None:
     """Two of them have inputs first. On text that they were not fitted to."""
     source, errors = tiny_models.write(family, tmp_path / "model"), []
@@ -123,7 +125,7 @@ def test_a_matrix_that_decides_nothing_gets_the_fewest_bits_and_one_that_decides
     assert forms["model.layers.1.mlp.down_proj.weight"] == "int8"
 
 
-@pytest.mark.parametrize("rules", ["auto", "*=experts"])
+@pytest.mark.parametrize("rules", mostly_rare(["auto", "*=experts"], ["*=experts"]))
 def test_stacked_experts_are_in_4_bits(rules: str, tmp_path: Path) -> None:
     """And come with their layers meanwhile, where a cache of them would be used otherwise."""
     source = tiny_models.write("qwen3_moe", tmp_path / "model")

@@ -23,6 +23,7 @@ from stowage.weights.quantized import codes, modules
 from stowage.weights.quantized.blocks import BlockLinear
 from stowage.weights.quantized.modules import PackedLinear, PackedStack
 from stowage.weights.quantized.stacks import BlockStack
+from tests.depth import mostly_rare
 from tests.weights.conftest import bytes_of, logits, prompt
 
 CASES = [
@@ -57,7 +58,9 @@ def unpacked_into(plain: Any, model: Any) -> Any:
     return plain
 
 
-@pytest.mark.parametrize(("family", "form"), CASES)
+@pytest.mark.parametrize(
+    ("family", "form"), mostly_rare(CASES, [("llama", "int8"), ("qwen3_moe", "int4"), ("gpt_oss", "mxfp4")])
+)
 def test_every_delivery_answers_as_with_all_in_memory_which_answers_as_the_values_do(
     family: str, form: str, packs: Callable[..., Path], checkpoints: Callable[..., Path]
 ) -> None:
@@ -93,7 +96,7 @@ def test_in_16_bits_all_deliveries_are_alike_too(tmp_path: Path) -> None:
     assert (logits(whole, prompt(40)) - logits(plain, prompt(40))).abs().mean() < 0.2
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "q4_k", "mxfp4"])
+@pytest.mark.parametrize("form", mostly_rare(["int8", "int4", "q4_k", "mxfp4"], ["int8", "mxfp4"]))
 def test_packed_experts_are_cached_one_by_one(form: str, tmp_path: Path) -> None:
     size = tiny_models.TinySize(hidden=128, layers=3)
     source = tiny_models.write("mixtral", tmp_path / "model", size)
@@ -109,7 +112,9 @@ def test_packed_experts_are_cached_one_by_one(form: str, tmp_path: Path) -> None
     model.stowage.close()
 
 
-@pytest.mark.parametrize(("form", "expected"), [("q4_k", {"q4_k", "q5_0"}), ("mxfp4", {"mxfp4_block"})])
+@pytest.mark.parametrize(
+    ("form", "expected"), mostly_rare([("q4_k", {"q4_k", "q5_0"}), ("mxfp4", {"mxfp4_block"})], ["q4_k"])
+)
 def test_published_formats_answer_as_their_values_do_to_the_bit(
     form: str, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +220,7 @@ def test_budgets_count_packed_bytes(packs: Callable[..., Path], checkpoints: Cal
     assert model.stowage.placement.device_bytes >= bytes_of(model) + unpacking_bytes
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "q4_k", "mxfp4"])
+@pytest.mark.parametrize("form", mostly_rare(["int8", "int4", "q4_k", "mxfp4"], ["int8", "q4_k"]))
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_the_planner_counts_packed_bytes_and_the_weights_that_they_are(
     family: str, form: str, packs: Callable[..., Path], checkpoints: Callable[..., Path]
@@ -230,7 +235,7 @@ def test_the_planner_counts_packed_bytes_and_the_weights_that_they_are(
     assert not original.format_names
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", mostly_rare(["llama", "gemma2"], ["llama"]))
 def test_a_table_that_is_embedding_and_output_layer_is_packed_once(family: str, tmp_path: Path) -> None:
     """And computed with as its values are, wherever it lies; Gemma multiplies what it looks up."""
     model = tiny_models.build(family)

@@ -24,6 +24,7 @@ from stowage.planner.model import read_model
 from stowage.planner.shapes import Model
 from stowage.weights.quantized.blocks import BlockLinear
 from stowage.weights.quantized.formats import Spec, by_torch
+from tests.depth import mostly_rare
 from tests.families import all_of
 from tests.weights import published_files as files
 from tests.weights.conftest import assert_cached_one_by_one, logits, prompt
@@ -88,7 +89,7 @@ def taken_by(model: Any) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", mostly_rare(METHODS, ["fp8", "fp8-channels", "int4-64-zeros", "gptq-32", "awq-64"]))
 def test_an_engine_answers_as_on_the_plain_values_to_the_bit(name: str, tmp_path: Path) -> None:
     family, method, quantiser = METHODS[name]
     published, plain = files.write(family, tmp_path, method, quantiser, **(DENSE if family == "qwen2" else {}))
@@ -127,7 +128,7 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {"qwen3_moe-cut": {"moe_intermediate_
 """Of one: the scales of an expert's gate and up projections do not meet."""
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", mostly_rare(EXPERTS, ["deepseek_v3-fp8", "gpt_oss-mxfp4", "mixtral-awq"]))
 def test_experts_stay_as_published_and_are_cached_one_by_one(name: str, tmp_path: Path) -> None:
     family, method, quantiser = EXPERTS[name]
     published, plain = files.write(family, tmp_path, method, quantiser, **CHANGED.get(name, {}))
@@ -144,7 +145,10 @@ def test_experts_stay_as_published_and_are_cached_one_by_one(name: str, tmp_path
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("llama4", "fp8"), ("llama4", "gptq-32"), ("llama4_vision", "int4-32"), ("qwen3_vl_moe", "fp8-channels")],
+    mostly_rare(
+        [("llama4", "fp8"), ("llama4", "gptq-32"), ("llama4_vision", "int4-32"), ("qwen3_vl_moe", "fp8-channels")],
+        [("llama4", "gptq-32")],
+    ),
 )
 def test_experts_that_a_tool_has_taken_apart_are_read_where_they_lie(family: str, name: str, tmp_path: Path) -> None:
     """Their family has them stacked, with inputs first; llm-compressor quantises linear layers."""
@@ -167,8 +171,11 @@ def test_experts_taken_apart_whose_rows_alternate_are_refused(tmp_path: Path) ->
         loading.load(published)
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("family", "router"), [("hunyuan_moe", "gate.wg.weight"), ("ernie4_5_moe", "gate.weight")])
+@pytest.mark.parametrize("stored", mostly_rare([torch.bfloat16, torch.float32], [torch.bfloat16]))
+@pytest.mark.parametrize(
+    ("family", "router"),
+    mostly_rare([("hunyuan_moe", "gate.wg.weight"), ("ernie4_5_moe", "gate.weight")], ["ernie4_5_moe"]),
+)
 def test_routers_of_float32_are_so_whatever_the_rest_is_run_in(
     family: str, router: str, stored: torch.dtype, tmp_path: Path
 ) -> None:
@@ -203,7 +210,7 @@ def test_experts_of_no_whole_pages_are_cached_with_gaps_between(tmp_path: Path) 
     model.stowage.close()
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4-32"])
+@pytest.mark.parametrize("name", mostly_rare(["fp8", "int4-32"], ["int4-32"]))
 def test_it_is_run_in_another_type_which_the_model_says_it_has(name: str, tmp_path: Path) -> None:
     """Transformers says the type of the first parameter: a code of 8 bits, or a scale."""
     published, plain = files.write("llama", tmp_path, *METHODS[name][1:])
@@ -225,7 +232,7 @@ def test_it_is_run_in_another_type_which_the_model_says_it_has(name: str, tmp_pa
     offloaded.stowage.close()
 
 
-@pytest.mark.parametrize("name", ["fp8", "mixtral-fp8", "gpt_oss-mxfp4"])
+@pytest.mark.parametrize("name", mostly_rare(["fp8", "mixtral-fp8", "gpt_oss-mxfp4"], ["fp8"]))
 def test_transformers_makes_the_same_numbers_of_it(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -279,7 +286,7 @@ def test_other_types_are_run_in_too(tmp_path: Path) -> None:
     assert loading.eos_ids(loading.load(published).model) == {7, 9}
 
 
-@pytest.mark.parametrize("family", all_of(["llama", "qwen3_moe", "mixtral", "deepseek_v3"]))
+@pytest.mark.parametrize("family", mostly_rare(all_of(["llama", "qwen3_moe", "mixtral", "deepseek_v3"]), ["llama"]))
 @pytest.mark.parametrize("says", [True, False])
 def test_the_second_format_of_gptq_is_read_also_where_a_config_says_the_first(
     says: bool, family: str, tmp_path: Path
@@ -354,7 +361,9 @@ def test_what_cannot_be_computed_as_it_lies_is_expanded(tmp_path: Path, caplog: 
     assert all(torch.equal(t, expected[f"model.{name}"]) for name, t in loaded.model.state_dict().items())
 
 
-@pytest.mark.parametrize(("name", "tied"), [("fp8", False), ("int4-32", False), ("awq-64", True)])
+@pytest.mark.parametrize(
+    ("name", "tied"), mostly_rare([("fp8", False), ("int4-32", False), ("awq-64", True)], ["awq-64"])
+)
 def test_embeddings_that_are_quantised_too_are_numbers_in_memory(name: str, tied: bool, tmp_path: Path) -> None:
     _, method, quantiser = METHODS[name]
     published, plain = files.write("llama", tmp_path, method, quantiser, without=("norm",), tie_word_embeddings=tied)

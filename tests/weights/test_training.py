@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import stowage
 from stowage.testing import tiny_models
+from tests.depth import mostly_rare
 from tests.weights.architectures import TABLE
 from tests.weights.conftest import logits, prompt
 
@@ -80,7 +81,11 @@ def in_memory(directory: Path, dtype: str = "auto") -> Any:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    "family", [family if family == "llama" else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+    "family",
+    mostly_rare(
+        [family if family == "llama" else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
+        ["llama", "gemma3", "mixtral"],
+    ),
 )
 def test_losses_gradients_and_steps_are_those_of_a_model_in_memory(
     family: str, checkpointing: bool, checkpoints: Callable[..., Path]

@@ -12,6 +12,7 @@ from stowage.core.geometry import Kind
 from stowage.engine.engine import Engine
 from stowage.executor.block_pool import bytes_needed
 from stowage.testing import tiny_models
+from tests.depth import mostly_rare
 from tests.engine.conftest import check_and_close, random_prompt
 from tests.engine.families.world import World, greedy
 from tests.families import ONE_OF_EACH, all_of
@@ -26,7 +27,35 @@ EXACT = ONE_OF_EACH - {*tiny_models.ALONE}
 """All families pass, and every engine makes sure when it opens; it takes twice as long."""
 
 
-@pytest.mark.parametrize("family", all_of(tiny_models.FAMILIES))
+@pytest.mark.parametrize(
+    "family",
+    mostly_rare(
+        all_of(tiny_models.FAMILIES),
+        [
+            "llama",
+            "qwen3_moe",
+            "deepseek_v3",
+            "gemma2",
+            "gemma4",
+            "gpt_oss",
+            "llama4",
+            "gpt2",
+            "bitnet",
+            "mimo_v2_flash",
+            "qwen3_next",
+            "nemotron_h",
+            "kimi_linear",
+            "bamba",
+            "falcon_h1",
+            "lfm2",
+            "mamba2",
+            "deepseek_v32",
+            "falcon",
+            "rwkv",
+            "doge",
+        ],
+    ),
+)
 def test_batches_and_reuse(family, tmp_path):
     """A batch of unequal prompts, cold, in pieces of 64 tokens; then prompts that share a part of one of them, which
     comes from the device, from host, from disk, and from disk after a restart. Blocks of 16 tokens.
@@ -91,7 +120,13 @@ fallback executor keeps.
 """
 
 
-@pytest.mark.parametrize("family", all_of(SMALL, pytest.mark.slow, of=ONE_OF_EACH_CACHE))
+@pytest.mark.parametrize(
+    "family",
+    mostly_rare(
+        all_of(SMALL, pytest.mark.slow, of=ONE_OF_EACH_CACHE),
+        ["llama", "qwen3_next", "llama4", "deepseek_v3", "nemotron_h", "lfm2"],
+    ),
+)
 def test_a_small_pool(family):
     """The device holds one and a half sequences: they take turns through host memory, and nothing is computed twice.
     Blocks of 32 tokens. Some are deterministic: the same to the bit as one that was asked alone and had room.
@@ -124,7 +159,13 @@ def test_a_small_pool(family):
     check_and_close([engine])
 
 
-@pytest.mark.parametrize("family", [family for family in tiny_models.HYBRIDS if family not in STATES])
+@pytest.mark.parametrize(
+    "family",
+    mostly_rare(
+        [family for family in tiny_models.HYBRIDS if family not in STATES],
+        ["qwen3_next", "falcon_h1", "lfm2_moe", "zamba2"],
+    ),
+)
 def test_a_block_forced_by_the_state(family):
     """A block of attention that takes as many bytes as a large state does: 528 tokens; 576 where torch scans 64 at a
     time, since states are kept at multiples of both.

@@ -29,6 +29,7 @@ from stowage.testing import tiny_models
 from stowage.testing.tiny_models import TinySize
 from stowage.testing.tiny_models.checkpoint import outer_config
 from stowage.testing.tiny_models.outer import Outer, without_timm
+from tests.depth import mostly_rare
 from tests.engine.conftest import check_and_close, random_prompt
 from tests.engine.families.test_families import CUTS, LONG, ask
 from tests.engine.families.world import World, greedy
@@ -60,7 +61,9 @@ def answers_as_the_whole(world: World, engine: Engine) -> None:
     assert completions[1].token_ids == world.generate(prompts[1], 6)
 
 
-@pytest.mark.parametrize("name", tiny_models.OUTER)
+@pytest.mark.parametrize(
+    "name", mostly_rare(tiny_models.OUTER, ["llava", "gemma3_vision", "qwen3_vl", "llama4_vision"])
+)
 def test_text_is_answered_as_by_the_whole_model(name, tmp_path):
     """A batch in pieces; then what is shared comes from the device. Only tensors of text are in memory."""
     world = OuterWorld(name, tmp_path)
@@ -235,7 +238,8 @@ def test_a_tensor_of_text_that_is_missing_is_not_made_up(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "token"), [("gemma4_vision", 301), ("gemma4_unified_vision", 300), ("gemma3n_vision", 500)]
+    ("name", "token"),
+    mostly_rare([("gemma4_vision", 301), ("gemma4_unified_vision", 300), ("gemma3n_vision", 500)], ["gemma4_vision"]),
 )
 def test_tokens_of_pictures_are_refused(name, token, tmp_path):
     overrides = {"vocab_size_per_layer_input": 500} if name == "gemma3n_vision" else {}
