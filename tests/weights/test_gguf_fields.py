@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from stowage import UnsupportedModelError
+from stowage import CheckpointError, UnsupportedModelError
 from stowage.models import loading
 from tests.weights import gguf_files
 from tests.weights.conftest import logits, prompt
-from tests.weights.gguf_models import model_of
+from tests.weights.gguf_models import FAMILIES, made, model_of
 
 
 def test_linear_scaling_is_read_however_a_file_says_it(tmp_path: Path) -> None:
@@ -59,3 +60,84 @@ def test_experts_in_groups_are_refused_of_families_that_choose_among_all(tmp_pat
     loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=own))
     with pytest.raises(UnsupportedModelError, match="expert_group_count = 2"):
         loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=own | {"llama.expert_group_count": 2}))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "cohere2", "olmo3"])
+@pytest.mark.parametrize("said", [2, 3, [True, True, False, False]])
+def test_which_layers_have_a_window_is_what_a_file_says(family: str, said: Any, tmp_path: Path) -> None:
+    each = said if isinstance(said, list) else [(layer + 1) % said > 0 for layer in range(4)]
+    kinds = ["sliding_attention" if window else "full_attention" for window in each]
+    changed = FAMILIES[family] | {"layer_types": kinds, "sliding_window": 8, "num_hidden_layers": 4}
+    plain = model_of(family, tmp_path / "model", **changed)
+    own = {f"{gguf_files.arch_of(plain.config)}.attention.sliding_window_pattern": said}
+    loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=own)).model
+    assert torch.allclose(logits(loaded, prompt(100)), logits(plain, prompt(100)), atol=5e-4)
+
+
+def test_mistral_small_3_has_no_window_where_its_file_names_none(tmp_path: Path) -> None:
+    """Transformers' config would have one of 4,096 tokens."""
+    plain = model_of("mistral", tmp_path / "model", sliding_window=None, num_hidden_layers=1)
+    fields = gguf_files.fields(plain.config, "mistral3")
+    own = {"general.architecture": "mistral3", **fields}
+    loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=own)).model
+    assert loaded.config.model_type == "mistral"
+    ids = prompt(4200)
+    with torch.no_grad():
+        ours, theirs = (model(ids, logits_to_keep=1).logits for model in (loaded, plain))
+    assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_numbers_that_are_said_of_each_layer_and_are_the_same_are_one(tmp_path: Path) -> None:
+    plain = model_of("llama", tmp_path / "model")
+    names = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+    said = gguf_files.fields(plain.config, "llama")
+    own = {f"llama.{name}": [said[f"llama.{name}"]] * plain.config.num_hidden_layers for name in names}
+    loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=own)).model
+    assert torch.allclose(logits(loaded, prompt()), logits(plain, prompt()), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "field"),
+    [
+        ("cohere2", {"logit_scale": 1.0}, "logit_scale"),
+        ("granite", {"residual_multiplier": 1.0}, "residual_scale"),
+        ("glm4_moe", {"routed_scaling_factor": 1.0}, "expert_weights_scale"),
+        ("gemma4", {"final_logit_softcapping": None}, "final_logit_softcapping"),
+        ("glm4", {"partial_rotary_factor": 1.0}, "rope.dimension_count"),
+        ("stablelm", {"partial_rotary_factor": 1.0}, "rope.dimension_count"),
+    ],
+)
+def test_zeros_change_nothing(family: str, config: dict[str, Any], field: str, tmp_path: Path) -> None:
+    """And where no part of a head is said to be rotated, all of it is."""
+    changed = FAMILIES[family] | config
+    if "rope" in field:
+        changed = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **config}}
+    plain = model_of(family, tmp_path / "model", **changed)
+    own = {f"{gguf_files.arch_of(plain.config)}.{field}": 0 if "rope" in field else 0.0}
+    loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=own)).model
+    assert torch.allclose(logits(loaded, prompt()), logits(plain, prompt()), atol=5e-4)
+
+
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.original_context_length": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "own", "match"),
+    [
+        ("gemma4", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, "in the way 'linear'"),
+        ("llama", YARN | {"rope.scaling.factor": 0.0}, "in the way 'yarn'"),
+        ("ministral3", {"rope.scaling.type": "none"}, "temperature_scale"),
+        ("cohere2", {"rope.dimension_count_swa": 8}, "dimension_count_swa = 8"),
+        ("afmoe", {"attention.sliding_window_pattern": 2}, "sliding_window_pattern = 2"),
+        ("minimax_m2", {"expert_gating_func": 1}, "expert_gating_func = 1"),
+        ("qwen3_moe", {"expert_used_count": 0}, "how many experts"),
+    ],
+)
+def test_what_would_be_computed_otherwise_or_not_at_all_is_refused(
+    family: str, own: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    plain = made(family, tmp_path / "model")
+    arch = gguf_files.arch_of(plain.config)
+    fields = {f"{arch}.{key}": value for key, value in own.items()}
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=match):
+        loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=fields))

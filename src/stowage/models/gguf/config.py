@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.models.compat import put_among_causal
-from stowage.models.gguf.families import FAMILIES, entries_of, family_of
-from stowage.models.gguf.fields import head_size, layers_of, number
+from stowage.models.gguf.families import FAMILIES, OWN, entries_of, family_of
+from stowage.models.gguf.fields import alike, head_size, layers_of, number, sizeless
 from stowage.models.gguf.refusals import refuse_other_arithmetic, refuse_other_windows
 from stowage.weights.gguf import GgufFile
 
@@ -63,6 +63,15 @@ _BIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "use_bias": ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"),
     "use_qkv_bias": ("blk.0.attn_q.bias",),
 }
+_NOT_AT_ALL: Final[Mapping[str, float | None]] = {
+    "attn_logit_softcapping": None,
+    "embedding_scale": 1.0,
+    "expert_weights_scale": 1.0,
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+}
+"""What zeros in fields mean, which llama.cpp leaves out: numbers that change nothing."""
 _LLAMA3_TOKENS, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 _LOCAL_THETA: Final = 10000.0
 _TWO_ROPES: Final = {
@@ -87,7 +96,9 @@ _INTERLEAVED: Final = (
     *("nemotron_h_moe", "smollm3"),
 )
 """Families whose heads' rotated halves are interleaved in files, and are not in Transformers."""
-_PARTLY: Final = ("glm4", "glm4_moe", "mimo_v2_flash", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+_PARTLY: Final = (
+    *("glm4", "glm4_moe", "mimo_v2_flash", "nemotron", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "stablelm"),
+)
 """Types of models whose configs take it that a part of each head is rotated where they are told nothing."""
 _HARMONY: Final = {"<|return|>", "<|call|>"}
 """gpt-oss ends its answers with these. "<|end|>" ends a message there, such as what it thinks before it answers."""
@@ -145,13 +156,17 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
         if isinstance(value, float) and not math.isfinite(value):
             raise CheckpointError(f"{file.paths[0]} says {key} = {value}; download it again.")
         if value is not None and name in known:
-            entries[name] = value
+            entries[name] = value if family in OWN else alike(value)
+        if value == 0.0 and key in _NOT_AT_ALL and name in known:
+            entries[name] = _NOT_AT_ALL[key]
     for name, tensors in _BIASES.items():
         if name in known:
             entries[name] = any(tensor in file.tensors for tensor in tensors)
     wide = number(file, "attention.key_length") not in (0, number(file, "embedding_length") // max(heads, 1))
     if (table not in GGUF_CONFIG_MAPPING and "head_dim" in known) or (wide and not _has_latents(file)):
         entries["head_dim"] = head_size(file)  # models ask for it whose configs do not name it, as Qwen3's mixtures
+    if number(file, "expert_count") and not number(file, "expert_used_count"):
+        raise sizeless(file, "how many experts a token chooses")
     entries["num_hidden_layers"] = layers_of(file)
     entries |= entries_of(file, family, entries)
     entries |= _partial(file)
@@ -196,8 +211,8 @@ def _rope(
         return {"rope_parameters": _proportional(file, theta, factors.get("rope_freqs"))}
     if "rope_freqs" in factors:
         rope |= _llama3(file, factors["rope_freqs"], theta, 1.0 if family == "llama4_text" else _LLAMA3_HIGH)
-    if partial is not None and (partial != 1 or family in _PARTLY):
-        rope["partial_rotary_factor"] = partial
+    if (partial is not None and partial != 1) or family in _PARTLY:
+        rope["partial_rotary_factor"] = 1.0 if partial is None else partial
     if family in _TWO_ROPES:
         local = file.fields.get(f"{file.architecture}.rope.freq_base_swa", _TWO_ROPES[family] or theta)
         sliding = (
@@ -247,7 +262,8 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     kind = said.get("type", "linear")
     if kind == "none" or (kind == "linear" and factor in (0, 1)):
         return {"rope_type": "default"}
-    if kind not in ("linear", "yarn") or not isinstance(factor, int | float):
+    positive = isinstance(factor, int | float) and factor > 0
+    if kind not in ("linear", "yarn") or not positive or file.architecture == "gemma4":
         raise UnsupportedModelError(
             f"{file.paths[0]} scales its rotary embeddings in the way {str(kind)[:40]!r}, which is not read from GGUF: "
             "give the Hugging Face checkpoint that it was made from."

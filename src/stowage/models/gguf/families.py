@@ -15,7 +15,7 @@ from stowage.models.gguf.fields import layers_of, number, sizeless
 from stowage.models.gguf.mixtures import sigmoid_routed
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["FAMILIES", "entries_of", "family_of", "unused_in"]
+__all__ = ["FAMILIES", "OWN", "entries_of", "family_of", "unused_in"]
 
 FAMILIES: Final[Mapping[str, str]] = {
     "afmoe": "afmoe",
@@ -112,7 +112,7 @@ def family_of(file: GgufFile) -> str | None:
 
 def entries_of(file: GgufFile, family: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     """More entries of the config, and other values of ``entries``. Raises CheckpointError."""
-    own = _OWN.get(family)
+    own = OWN.get(family)
     return own(file, entries) if own is not None else {}
 
 
@@ -165,7 +165,7 @@ def _stablelm(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]]] = {
+OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]]] = {
     "deepseek_v2": latents.deepseek_v2,
     "deepseek_v3": latents.deepseek,
     "afmoe": mixtures.afmoe,
@@ -180,6 +180,7 @@ _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]
     "gemma4_text": gemma.gemma4,
     "glm4_moe": _glm4_moe,
     "glm_moe_dsa": latents.glm_dsa,
+    "gpt_oss": windows.every_layer,
     "granite": hybrids.granite,
     "granitemoe": hybrids.granite_moe,
     "granitemoehybrid": hybrids.granite_hybrid,
@@ -189,6 +190,7 @@ _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]
     "lfm2_moe": _lfm2,
     "llama4_text": mixtures.llama4,
     "cohere": windows.cohere,
+    "cohere2": windows.every_layer,
     "falcon_mamba": hybrids.mamba,
     "jamba": hybrids.jamba,
     "kimi_linear": kimi.kimi_linear,
@@ -196,12 +198,13 @@ _OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]
     "mamba2": hybrids.mamba2,
     "mimo_v2_flash": mixtures.mimo2,
     "minicpm3": latents.minicpm3,
+    "mistral": windows.mistral,
     "mistral4": latents.mistral4,
     "nemotron_h": hybrids.nemotron_h,
-    "olmo3": windows.olmo3,
+    "olmo3": windows.every_layer,
     "qwen3_5_moe_text": _gated_delta,
     "qwen3_5_text": _gated_delta,
     "qwen3_next": _gated_delta,
     "stablelm": _stablelm,
 }
-"""By Transformers' type of model."""
+"""What files say of single families otherwise than a field for a field, by Transformers' type of model."""

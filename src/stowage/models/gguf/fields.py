@@ -7,13 +7,18 @@ from typing import Any
 from stowage.errors import CheckpointError
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["head_size", "layers_of", "number", "of_layers", "sizeless"]
+__all__ = ["alike", "head_size", "layers_of", "number", "of_layers", "sizeless"]
 
 
 def number(file: GgufFile, key: str) -> int:
     """0: there is none."""
-    value = file.fields.get(f"{file.architecture}.{key}")
+    value = alike(file.fields.get(f"{file.architecture}.{key}"))
     return value if isinstance(value, int) and value > 0 else 0
+
+
+def alike(value: Any) -> Any:
+    """A list that says the same of every layer, as that."""
+    return value[0] if isinstance(value, list) and value and all(one == value[0] for one in value) else value
 
 
 def layers_of(file: GgufFile) -> int:

@@ -14,7 +14,7 @@ import torch
 from stowage.errors import CheckpointError
 from stowage.models.gguf.fields import layers_of, number, sizeless
 from stowage.models.gguf.relaid import Made
-from stowage.models.gguf.windows import kinds_of
+from stowage.models.gguf.windows import every_layer, kinds_of
 from stowage.weights.gguf import GgufFile
 
 __all__ = ["altup_layout", "gemma", "gemma3n", "gemma4"]
@@ -27,10 +27,11 @@ _ALTUP_NAMES: Final = {"projections": "altup_proj", "unembed_projections": "altu
 
 
 def gemma(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    scalar = int(entries.get("head_dim", 256))
     if entries.get("num_hidden_layers") == _SCALED_BY_HEADS[file.architecture]:
         hidden, heads = number(file, "embedding_length"), number(file, "attention.head_count")
-        return {"query_pre_attn_scalar": hidden // max(heads, 1)}
-    return {"query_pre_attn_scalar": int(entries.get("head_dim", 256))}
+        scalar = hidden // max(heads, 1)
+    return {"query_pre_attn_scalar": scalar, **every_layer(file, entries)}
 
 
 def gemma4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from stowage.errors import UnsupportedModelError
 from stowage.models.gguf.fields import number
+from stowage.models.gguf.mixtures import SIGMOID
 from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile
 
@@ -49,6 +50,8 @@ _BY_SIGMOID: Final = (
     *("lfm2moe", "llama4", "mimo2", "minimax-m2", "nemotron_h_moe"),
 )
 """Families whose routers may score by sigmoid: they are computed so, or refuse another way themselves."""
+_NEVER_BY_SOFTMAX: Final = ("lfm2moe", "minimax-m2", "nemotron_h_moe")
+"""Those of them that say nothing more of their routers."""
 
 
 def refuse_other_arithmetic(file: GgufFile, family: str, known: Collection[str]) -> None:
@@ -63,13 +66,18 @@ def refuse_other_arithmetic(file: GgufFile, family: str, known: Collection[str])
         if value not in (None, 0.0, 1.0) and not any(name in known for name in names):
             raise _unread(file, key, value)
     scaled = file.fields.get(f"{file.architecture}.attention.temperature_scale")
-    if scaled not in (None, 0.0) and family not in _SCALED_BY_PLACE:
+    by_yarn = file.fields.get(f"{file.architecture}.rope.scaling.type") == "yarn"
+    if scaled not in (None, 0.0) and (family not in _SCALED_BY_PLACE or not by_yarn):
         raise _unread(file, "attention.temperature_scale", scaled)
     times = file.fields.get(f"{file.architecture}.rope.scaling.attn_factor")
     if times not in (None, 1.0) and not _reads_times(file):
         raise _unread(file, "rope.scaling.attn_factor", times)
     scored = file.fields.get(f"{file.architecture}.expert_gating_func", 0)
-    if scored not in _BY_SOFTMAX and file.architecture not in _BY_SIGMOID:
+    if file.architecture in _NEVER_BY_SOFTMAX:
+        read = scored in (0, SIGMOID)
+    else:
+        read = scored in _BY_SOFTMAX or file.architecture in _BY_SIGMOID
+    if not read:
         raise _unread(file, "expert_gating_func", scored)
 
 
@@ -86,18 +94,25 @@ def refuse_other_rotation(file: GgufFile, model: Any) -> None:
     """``model``, built of the file's config, rotates as much of each head as it says: most families' all of it,
     whatever a config says. Raises UnsupportedModelError.
     """
-    rotated = number(file, "rope.dimension_count")
     found = {2 * len(own) for name, own in model.named_buffers() if name.endswith("inv_freq")}
-    if rotated and found and rotated not in found and f"{file.architecture}.attention.kv_lora_rank" not in file.fields:
-        raise _unread(file, "rope.dimension_count", rotated)
+    if not found or f"{file.architecture}.attention.kv_lora_rank" in file.fields:
+        return
+    for key in ("rope.dimension_count", "rope.dimension_count_swa"):
+        rotated = number(file, key)
+        if rotated and rotated not in found:
+            raise _unread(file, key, rotated)
 
 
 def refuse_other_windows(file: GgufFile, config: Any) -> None:
-    """Where a file says layer by layer which have a window, ``config`` has the same. Raises UnsupportedModelError."""
+    """Where a file says layer by layer which have a window, ``config`` has the same. One number says it of models that
+    have windows. Raises UnsupportedModelError.
+    """
     kinds, ours = kinds_of(file), list(getattr(config, "layer_types", None) or ())
     if kinds is None or kinds == ours or (not ours and "sliding_attention" not in kinds):
         return
-    raise _unread(file, "attention.sliding_window_pattern", "a list")
+    said = file.fields[f"{file.architecture}.attention.sliding_window_pattern"]
+    if isinstance(said, list) or "sliding_attention" in ours:
+        raise _unread(file, "attention.sliding_window_pattern", "a list" if isinstance(said, list) else said)
 
 
 def _unread(file: GgufFile, key: str, value: Any) -> UnsupportedModelError:
