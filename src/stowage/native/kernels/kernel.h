@@ -28,6 +28,12 @@
 #else
 #define SETTLE(value) ((void)(value))
 #endif
+/* Addresses are reckoned from this one where they are used. Else a compiler keeps each on the stack over a loop. */
+#if defined(__GNUC__)
+#define FROM_HERE(pointer) __asm__("" : "+r"(pointer))
+#else
+#define FROM_HERE(pointer) ((void)(pointer))
+#endif
 #define UNROLLED _Pragma("GCC unroll 16")
 #define UNUSED __attribute__((unused))
 #define DEPTH 1024 /* inputs that are summed at a time */

@@ -1,13 +1,11 @@
 /* Weights in block formats as floats with AVX2, from the codes of codes_avx2.h: to the bit what formats.h makes of them. */
 
-/* The nearest of bfloat16, halfway cases to even, of numbers whose size is below 2^96: v 2^16 - v is rounded to where the
- * eighth bit of v is, and what is left of v 2^16 is v, rounded there. (Subtracted, not added as by Veltkamp, because a sum
- * may have another exponent than v 2^16.) */
+/* The nearest of bfloat16, halfway cases to even, of numbers whose size is below 2^96: v (2^16 - 1) is rounded to where the
+ * eighth bit of v is, and what is left of v 2^16 is v, rounded there. (Not 2^16 + 1 as by Veltkamp, because that may have
+ * another exponent than v 2^16.) */
 static inline ALWAYS __m256 avx2_nearest_half(__m256 v)
 {
-    const __m256 by = _mm256_set1_ps(65536);
-    __m256 most = _mm256_fmsub_ps(v, by, v);
-    return _mm256_fmsub_ps(v, by, most);
+    return _mm256_fmsub_ps(v, _mm256_set1_ps(65536), _mm256_mul_ps(v, _mm256_set1_ps(65535)));
 }
 
 /* Blocks 2 p and 2 p + 1 of a group, of each four codes that are even in their order, then the odd ones: so halves of a
@@ -19,79 +17,110 @@ static inline ALWAYS void avx2_dealt(__m256i first, __m256i second, int large, _
     avx2_parted((__m256i)_mm256_shuffle_ps(a, b, 0x88), (__m256i)_mm256_shuffle_ps(a, b, 0xdd), &blocks[0], &blocks[1]);
 }
 
-/* Such a block as numbers. A code is the ninth to 16th bit of a float's fraction, which is 2^15 and the code. `more`: that and
- * the bias, or a least value, or a second scale. */
-static inline ALWAYS void avx2_numbers(DynamicKind kind, int rounded, __m256i block, float own, float more, __m256 to[4])
+/* Such a block before its codes are numbers: floats of a fraction that ends with a code. One of 8 bits is the ninth to 16th
+ * bit of it, which is 2^15 and the code; a smaller one the first to seventh, which is 2^7 and the code. That and the bias,
+ * times a scale of at most 19 bits, is a float, so a fused product is the code's number. */
+typedef struct {
+    __m256i codes[4];
+    __m256 scale[2], more[2]; /* of the first 16 and of the others; what is added or, of `long_scales`, subtracted first */
+} Avx2Block;
+
+/* `more`: a least value, or a second scale, or of scales of more bits what is to be subtracted from a code. */
+static inline ALWAYS Avx2Block avx2_block(DynamicKind kind, int size, int bias, int long_scales, __m256i codes, float own,
+                                          float more)
 {
-    __m256i none = _mm256_setzero_si256(), high = _mm256_set1_epi16(0x4700);
-    __m256i halves[2] = {_mm256_unpacklo_epi8(none, block), _mm256_unpackhi_epi8(none, block)};
-    __m256 less = _mm256_set1_ps(kind == BIASED ? more : kind == TWO ? 32768 + 32 : 32768), second = _mm256_set1_ps(more);
-    UNROLLED for (int i = 0; i < 4; i++) {
-        __m256 code = (__m256)(i % 2 ? _mm256_unpackhi_epi16(halves[i / 2], high) : _mm256_unpacklo_epi16(halves[i / 2], high));
-        __m256 scale = kind == TWO && i > 1 ? second : _mm256_set1_ps(own);
-        code = _mm256_sub_ps(code, less);
-        to[i] = kind == LEAST ? _mm256_fmadd_ps(code, scale, second) : _mm256_mul_ps(code, scale);
-        if (rounded)
-            to[i] = avx2_nearest_half(to[i]);
+    __m256i none = _mm256_setzero_si256(), high = _mm256_set1_epi8(0x43), large = _mm256_set1_epi16(0x4700);
+    __m256i low = size == LARGE ? none : codes, top = size == LARGE ? codes : high;
+    __m256i halves[2] = {_mm256_unpacklo_epi8(low, top), _mm256_unpackhi_epi8(low, top)};
+    __m256 less = _mm256_set1_ps((size == LARGE ? -32768.0f : -128.0f) - (float)bias);
+    Avx2Block block = {.scale = {_mm256_set1_ps(own), _mm256_set1_ps(own)}};
+    UNROLLED for (int i = 0; i < 2; i++) {
+        __m256i first = size == LARGE ? halves[i] : none, then = size == LARGE ? large : halves[i];
+        block.codes[2 * i] = _mm256_unpacklo_epi16(first, then);
+        block.codes[2 * i + 1] = _mm256_unpackhi_epi16(first, then);
+        if (kind == TWO && i == 1)
+            block.scale[1] = _mm256_set1_ps(more);
+        block.more[i] = kind == LEAST || long_scales ? _mm256_set1_ps(more) : _mm256_mul_ps(block.scale[i], less);
     }
+    return block;
+}
+
+/* Its numbers from 8 `i` on. */
+static inline ALWAYS __m256 avx2_number(DynamicKind kind, int long_scales, int rounded, const Avx2Block *block, int i)
+{
+    __m256 code = (__m256)block->codes[i], more = block->more[i / 2];
+    if (kind == LEAST || long_scales)
+        code = _mm256_sub_ps(code, long_scales ? more : _mm256_set1_ps(128));
+    code = long_scales ? _mm256_mul_ps(code, block->scale[i / 2]) : _mm256_fmadd_ps(code, block->scale[i / 2], more);
+    return rounded ? avx2_nearest_half(code) : code;
 }
 
 /* `blocks` blocks of one output as numbers; and R rows of x times those of two outputs, whose columns of sums go on. Scales
  * are those of `avx2_ready`. */
-#define NUMBERS(format, BYTES, PER, KIND, SIZE)                                                                        \
+#define NUMBERS(FORMAT, format, BYTES, PER, KIND, SIZE)                                                                \
     static void avx2_fill_##format(const uint8_t *at, int64_t blocks, const float *scales, const float *more, int rounded, \
                                    float *to)                                                                          \
     {                                                                                                                  \
-        __m256i w[4], block[2];                                                                                        \
-        __m256 values[4];                                                                                              \
+        __m256i w[4], codes[2];                                                                                        \
         for (int64_t b = 0; b < blocks; b++, to += DYNAMIC_BLOCK) {                                                    \
             int p = b % 4 / 2;                                                                                         \
             if (b % 4 == 0)                                                                                            \
                 codes_avx2_##format(at + b / 4 / PER * BYTES, (int)(b / 4 % PER), w);                                  \
             if (b % 2 == 0)                                                                                            \
-                avx2_dealt(w[p], w[2 + p], SIZE == LARGE, block);                                                      \
-            if (rounded)                                                                                               \
-                avx2_numbers(KIND, 1, block[b % 2], scales[b], more[b], values);                                       \
-            else                                                                                                       \
-                avx2_numbers(KIND, 0, block[b % 2], scales[b], more[b], values);                                       \
+                avx2_dealt(w[p], w[2 + p], SIZE == LARGE, codes);                                                      \
+            Avx2Block block = avx2_block(KIND, SIZE, BIAS(FORMAT), LONG(FORMAT), codes[b % 2], scales[b], more[b]);    \
             UNROLLED for (int i = 0; i < 4; i++)                                                                       \
-                _mm256_storeu_ps(to + 8 * i, values[i]);                                                               \
+                _mm256_storeu_ps(to + 8 * i, rounded ? avx2_number(KIND, LONG(FORMAT), 1, &block, i)                   \
+                                                     : avx2_number(KIND, LONG(FORMAT), 0, &block, i));                 \
         }                                                                                                              \
     }
-#define DOTS(format, BYTES, PER, KIND, SIZE, R)                                                                        \
+#define DOTS(FORMAT, format, BYTES, PER, KIND, SIZE, R)                                                                \
     static void avx2_dots_##format##R(const float *x, int64_t x_row, const uint8_t *const at[2], int64_t groups,       \
                                       const float *const scales[4], __m256 *kept)                                      \
     {                                                                                                                  \
         __m256 sums[R][2];                                                                                             \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             sums[r][0] = kept[2 * r], sums[r][1] = kept[2 * r + 1];                                                    \
-        for (int64_t g = 0; g < groups; g++, x += DYNAMIC_GROUP)                                                       \
+        for (int64_t g = 0; g < groups; g++, x += DYNAMIC_GROUP) {                                                     \
+            const float *rows[R];                                                                                      \
+            UNROLLED for (int r = 0; r < R; r++) {                                                                     \
+                rows[r] = x + r * x_row;                                                                               \
+                FROM_HERE(rows[r]);                                                                                    \
+            }                                                                                                          \
             UNROLLED for (int p = 0; p < 2; p++) {                                                                     \
-                __m256i block[2][2];                                                                                   \
+                __m256i codes[2][2];                                                                                   \
                 UNROLLED for (int c = 0; c < 2; c++) {                                                                 \
                     __m256i w[4];                                                                                      \
                     codes_avx2_##format(at[c] + g / PER * BYTES, PER == 1 ? 0 : (int)(g % PER), w);                    \
-                    avx2_dealt(w[p], w[2 + p], SIZE == LARGE, block[c]);                                               \
+                    avx2_dealt(w[p], w[2 + p], SIZE == LARGE, codes[c]);                                               \
                     FETCH_FAR(at[c] + g / PER * BYTES + AVX2_AHEAD + 64 * p);                                          \
                 }                                                                                                      \
                 UNROLLED for (int b = 0; b < 2; b++)                                                                   \
                     UNROLLED for (int c = 0; c < 2; c++) {                                                             \
-                        int64_t at_scale = 4 * g + 2 * p + b;                                                          \
-                        __m256 values[4];                                                                              \
-                        avx2_numbers(KIND, 1, block[c][b], scales[c][at_scale], scales[2 + c][at_scale], values);      \
-                        UNROLLED for (int i = 0; i < 4; i++)                                                           \
+                        int64_t own = 4 * g + 2 * p + b;                                                               \
+                        Avx2Block block = avx2_block(KIND, SIZE, BIAS(FORMAT), LONG(FORMAT), codes[c][b],              \
+                                                     scales[c][own], scales[2 + c][own]);                              \
+                        UNROLLED for (int i = 0; i < 4; i++) {                                                         \
+                            __m256 value = avx2_number(KIND, LONG(FORMAT), 1, &block, i);                              \
                             UNROLLED for (int r = 0; r < R; r++)                                                       \
                                 sums[r][c] = _mm256_fmadd_ps(                                                          \
-                                    _mm256_loadu_ps(x + r * x_row + (2 * p + b) * DYNAMIC_BLOCK + 8 * i), values[i], sums[r][c]); \
+                                    _mm256_loadu_ps(rows[r] + (2 * p + b) * DYNAMIC_BLOCK + 8 * i), value, sums[r][c]); \
+                        }                                                                                              \
                     }                                                                                                  \
             }                                                                                                          \
+        }                                                                                                              \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             kept[2 * r] = sums[r][0], kept[2 * r + 1] = sums[r][1];                                                    \
     }
+#define BIAS(FORMAT) dynamic_formats[FORMAT].bias
+#define LONG(FORMAT) ((FORMAT) == INT4_WORDS)
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
-    NUMBERS(format, B, P, K, S) DOTS(format, B, P, K, S, 1) DOTS(format, B, P, K, S, 2) DOTS(format, B, P, K, S, 4)
+    NUMBERS(FORMAT, format, B, P, K, S)                                                                                \
+    DOTS(FORMAT, format, B, P, K, S, 1) DOTS(FORMAT, format, B, P, K, S, 2) DOTS(FORMAT, format, B, P, K, S, 4)
 DYNAMIC_HERE(OF) DYNAMIC_TURNS(OF)
 #undef OF
+#undef BIAS
+#undef LONG
 #undef DOTS
 #undef NUMBERS
 
@@ -110,24 +139,32 @@ static const Avx2Numbers *avx2_numbers_way(const Linear *job)
     return avx2_ways_of(job, 0) == NULL || avx2_numbers_of[job->format].fill == NULL ? NULL : avx2_numbers_of + job->format;
 }
 
-/* Of an output's blocks from input k on: scales, and what `avx2_numbers` needs more. 0: not all are below 2^96, or numbers may
+/* Of an output's blocks from input k on: scales, and what `avx2_block` needs more. 0: not all are below 2^96, or numbers may
  * be below the normal ones, which `avx2_nearest_half` does not round as they are. */
 static int avx2_ready(const Linear *job, int64_t n, int64_t k, int64_t blocks, float *scales, float *more)
 {
     Coded row = coded_row(job, n);
-    int words = job->format == INT4_WORDS, biased = words || dynamic_kind(job) == BIASED, fit = 1;
-    float bias = (float)(32768 + dynamic_bias(job));
+    int words = job->format == INT4_WORDS, biased = words || dynamic_kind(job) == BIASED;
+    __m256 sign = _mm256_set1_ps(-0.0f), most = _mm256_set1_ps(0x1p96f), odd = _mm256_setzero_ps(), none = odd;
     avx2_scales(job, &row, k, blocks, scales, more);
-    for (int64_t b = 0; b < blocks; b++)
-        fit &= (fabsf(scales[b]) < 0x1p96f) & (biased || fabsf(more[b]) < 0x1p96f)
-               & (!words || fabsf(scales[b]) > 0x1p-120f || scales[b] == 0);
-    for (int64_t b = 0, group = words ? k / row.group : 0, end; biased && b < blocks; group++) {
-        bias = words ? 32768 + zero_of(&row, group) : bias;
-        end = words ? (group + 1) * row.group - k : DEPTH;
-        for (; b < blocks && b * DYNAMIC_BLOCK < end; b++)
+    for (int64_t b = blocks; b % 8; b++)
+        scales[b] = more[b] = 0;
+    for (int64_t b = 0; b < blocks; b += 8) {
+        __m256 own = _mm256_andnot_ps(sign, _mm256_loadu_ps(scales + b)), second = own;
+        if (!biased)
+            second = _mm256_andnot_ps(sign, _mm256_loadu_ps(more + b));
+        odd = _mm256_or_ps(odd, _mm256_cmp_ps(own, most, _CMP_NLT_UQ));
+        odd = _mm256_or_ps(odd, _mm256_cmp_ps(second, most, _CMP_NLT_UQ));
+        if (words)
+            odd = _mm256_or_ps(odd, _mm256_and_ps(_mm256_cmp_ps(own, _mm256_set1_ps(0x1p-120f), _CMP_NGT_UQ),
+                                                  _mm256_cmp_ps(own, none, _CMP_NEQ_UQ)));
+    }
+    for (int64_t b = 0, group = k / row.group, end; words && b < blocks; group++) {
+        end = (group + 1) * row.group - k;
+        for (float bias = 128 + zero_of(&row, group); b < blocks && b * DYNAMIC_BLOCK < end; b++)
             more[b] = bias;
     }
-    return fit;
+    return _mm256_testz_ps(odd, odd);
 }
 
 /* Floats of 8 and 16 bits, 32 at a time: how many were done before some that are no usual numbers. A float of 8 bits (e4m3) is
@@ -192,7 +229,7 @@ static int avx2_has_dots(const Linear *job)
 static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, int64_t wide, int64_t k)
 {
     float room[4][DEPTH / DYNAMIC_BLOCK];
-    uint8_t last[2][DYNAMIC_GROUP + 8] = {{0}};
+    uint8_t last[2][DYNAMIC_GROUP + 8];
     float edge[4 * DYNAMIC_GROUP];
     int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH, blocks = depth / DYNAMIC_BLOCK, groups = blocks / 4;
     const Avx2Numbers *way = avx2_numbers_way(job);
@@ -206,7 +243,10 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
         if (!avx2_ready(job, own, k, blocks, room[i], room[2 + i]))
             return 0;
         at[i] = (const uint8_t *)job->w + own * job->w_row + avx2_at(job, ways, k / DYNAMIC_GROUP);
-        memcpy(last[i], at[i] + groups * ways->bytes, (size_t)(blocks % 4 * ways->bytes / 4));
+        if (blocks % 4) {
+            memset(last[i], 0, sizeof last[i]);
+            memcpy(last[i], at[i] + groups * ways->bytes, (size_t)(blocks % 4 * ways->bytes / 4));
+        }
     }
     for (int64_t end = row + rows, step; row < end; row += step) {
         int power = end - row >= 4 ? 2 : end - row >= 2 ? 1 : 0;
