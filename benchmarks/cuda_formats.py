@@ -24,7 +24,7 @@ from benchmarks.cuda_decode import copy_bytes_per_s, microseconds, recorded
 from benchmarks.formats import random_parts
 from stowage.executor import device as device_seam  # noqa: F401 - tells the weights how they are unpacked there
 from stowage.weights.quantized.blocks import BlockMatrix
-from stowage.weights.quantized.formats import Spec, by_torch, outputs_of, unpacks_at_once
+from stowage.weights.quantized.formats import Spec, dequantized_by_torch, outputs_of, unpacks_at_once
 
 ROWS = (32, 256)
 DTYPE = torch.bfloat16
@@ -48,7 +48,7 @@ def by_pieces(x: Tensor, matrix: BlockMatrix) -> Tensor:
     spec, out = matrix.spec, x.new_empty(len(x), matrix.spec.outputs)
     for begin in range(0, spec.outputs, TORCH_OUTPUTS):
         end = min(begin + TORCH_OUTPUTS, spec.outputs)
-        out[:, begin:end] = F.linear(x, by_torch(*outputs_of(spec, matrix.parts, begin, end), x.dtype))
+        out[:, begin:end] = F.linear(x, dequantized_by_torch(*outputs_of(spec, matrix.parts, begin, end), x.dtype))
     return out
 
 

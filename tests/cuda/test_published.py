@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 from stowage import Engine, Memory
 from stowage.cuda.unpacking import launch
 from stowage.weights.quantized.blocks import BlockMatrix
-from stowage.weights.quantized.formats import Spec, by_torch, dequantized, unpacks_at_once
+from stowage.weights.quantized.formats import Spec, dequantized, dequantized_by_torch, unpacks_at_once
 from stowage.weights.quantized.stacks import expert_linear, has_grouped_products
 from tests.block_formats import SPECS, parts_of
 from tests.engine.conftest import greedy, random_prompt
@@ -83,7 +83,7 @@ def test_kernels_unpack_what_torch_does_to_the_bit(spec: Spec, dtype: torch.dtyp
     there = {part: values.cuda() for part, values in parts.items()}
     assert unpacks_at_once(spec, there, dtype)
     found = dequantized(spec, there, dtype)
-    assert torch.equal(found.cpu(), by_torch(spec, parts, dtype))
+    assert torch.equal(found.cpu(), dequantized_by_torch(spec, parts, dtype))
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.name not in launch.FORMATS], ids=str)
@@ -91,7 +91,7 @@ def test_what_kernels_do_not_know_is_unpacked_by_torch_to_the_bit(spec: Spec) ->
     parts = parts_of(spec, 5)
     there = {part: values.cuda() for part, values in parts.items()}
     assert not unpacks_at_once(spec, there, torch.bfloat16)
-    assert torch.equal(dequantized(spec, there).cpu(), by_torch(spec, parts))
+    assert torch.equal(dequantized(spec, there).cpu(), dequantized_by_torch(spec, parts))
 
 
 @pytest.mark.parametrize("rows", [1, 32, 256])
@@ -104,7 +104,7 @@ def test_large_matrices_are_multiplied_in_pieces(rows: int) -> None:
     before = torch.cuda.memory_allocated()
     found = BlockMatrix(spec, parts, torch.bfloat16).multiply(x)
     assert torch.cuda.max_memory_allocated() - before < (136 << 20) + 3 * found.nbytes
-    whole = F.linear(x, by_torch(spec, parts, torch.bfloat16))
+    whole = F.linear(x, dequantized_by_torch(spec, parts, torch.bfloat16))
     assert torch.allclose(found, whole, rtol=2e-2, atol=1e-2 * float(whole.abs().max()))
 
 

@@ -39,7 +39,7 @@ def test_products_have_the_bits_of_those_with_unpacked_weights(
         parts = parts_of(one, seed=one.inputs)
         matrix, plain = BlockMatrix(one, parts, dtype), dequantized(one, parts, dtype)
         x = torch.randn(300, one.inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
-        assert kernels.takes_blocks(x, matrix)
+        assert kernels.supports_blocks(x, matrix)
         expected = kernels.linear(x, plain)
         assert bool(expected.isfinite().all())
         for rows in (1, 2, 3, 5, 8, 9, 12, 13, 16, 65, 300):
@@ -151,7 +151,7 @@ def test_choices_of_experts_give_each_row_its_own(dtype: torch.dtype) -> None:
         expected = torch.zeros(7, 96, dtype=dtype)
         for row, expert in enumerate(chosen):
             if 0 <= expert < EXPERTS:
-                plain = module.stack[expert].unpacked()
+                plain = module.stack[expert].dequantized()
                 expected[row] = (x[row : row + 1] @ plain.t() + module.stack_bias[expert])[0]
         for mode in (RowInvariance(linear=True, exact=True), RowInvariance(linear=False, exact=False)):
             with mode:
@@ -180,13 +180,13 @@ def test_rows_that_are_looked_up_are_those_of_the_unpacked_matrix(name: str, dty
 
 def test_rows_of_what_is_away_or_in_several_tensors_are_left_to_the_reference() -> None:
     spec, ids = Spec("q8_0", 8, 64), torch.tensor([1])
-    assert kernels.looks_up(ids, BlockMatrix(spec, parts_of(spec), torch.float32))
-    assert not kernels.looks_up(ids.int(), BlockMatrix(spec, parts_of(spec), torch.float32))
+    assert kernels.supports_lookup(ids, BlockMatrix(spec, parts_of(spec), torch.float32))
+    assert not kernels.supports_lookup(ids.int(), BlockMatrix(spec, parts_of(spec), torch.float32))
     offloaded = {part: values[:1].expand(values.shape) for part, values in parts_of(spec).items()}
-    assert not kernels.looks_up(ids, BlockMatrix(spec, offloaded, torch.float32))
+    assert not kernels.supports_lookup(ids, BlockMatrix(spec, offloaded, torch.float32))
     other = Spec("mxfp4", 8, 64)
-    assert not kernels.looks_up(ids, BlockMatrix(other, parts_of(other), torch.float32))
-    assert not kernels.looks_up(ids, torch.zeros(8, 64))
+    assert not kernels.supports_lookup(ids, BlockMatrix(other, parts_of(other), torch.float32))
+    assert not kernels.supports_lookup(ids, torch.zeros(8, 64))
 
 
 def test_no_number_is_no_number() -> None:
@@ -210,15 +210,15 @@ def test_every_float_of_8_bits_times_scales_of_both_signs_that_outputs_share() -
     x = torch.eye(256, dtype=torch.bfloat16)
     for rows in (1, 2, 8):  # one input each: products show every weight
         for at in range(0, 256, rows):
-            expected = kernels.linear(x[at : at + rows], matrix.unpacked())
+            expected = kernels.linear(x[at : at + rows], matrix.dequantized())
             assert torch.equal(kernels.linear_blocks(x[at : at + rows], matrix), expected), at
 
 
 def test_what_is_away_or_scaled_at_odd_places_is_left_to_the_reference() -> None:
     spec = Spec("fp8", 16, 96, group=48)
     x = torch.randn(2, 96)
-    assert not kernels.takes_blocks(x, BlockMatrix(spec, parts_of(spec), torch.float32))
+    assert not kernels.supports_blocks(x, BlockMatrix(spec, parts_of(spec), torch.float32))
     whole = replace(spec, group=0)
-    assert kernels.takes_blocks(x, BlockMatrix(whole, parts_of(whole), torch.float32))
+    assert kernels.supports_blocks(x, BlockMatrix(whole, parts_of(whole), torch.float32))
     offloaded = {part: values[:1].expand(values.shape) for part, values in parts_of(whole).items()}
-    assert not kernels.takes_blocks(x, BlockMatrix(whole, offloaded, torch.float32))
+    assert not kernels.supports_blocks(x, BlockMatrix(whole, offloaded, torch.float32))

@@ -21,8 +21,8 @@ from stowage.engine.sequence import Sequence
 from stowage.errors import BudgetError, ConfigError, DirectoryError, UnsupportedModelError
 from stowage.executor import attention, kernels
 from stowage.executor.block_pool import bytes_needed
-from stowage.executor.determinism import cuts
-from stowage.executor.determinism.cuts import Pieces
+from stowage.executor.determinism import pieces as prompt_pieces
+from stowage.executor.determinism.pieces import Pieces
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused import recurrent_layers
 from stowage.testing import tiny_models
@@ -146,7 +146,7 @@ def _next_turn(family, opened, reused):
 
 def test_a_scan_that_nobody_saw_is_found_by_the_trial(opened, scanned, monkeypatch):
     """Then prompts are cut at its multiples."""
-    monkeypatch.setattr(cuts, "whole_prompts", lambda model: True)
+    monkeypatch.setattr(prompt_pieces, "whole_prompts", lambda model: True)
     _next_turn("qwen3_next", opened, 320)
 
 
@@ -326,7 +326,7 @@ def test_many_layers(family, layers, tmp_path):
 @pytest.mark.parametrize("family", mostly_rare(["llama", "gemma3", "qwen3_next"], ["gemma3"]))
 def test_where_torch_is_quicker_with_many_rows(family, checkpoints, monkeypatch, tmp_path):
     """Pieces of prompts by torch, single tokens of all sequences by the kernels."""
-    monkeypatch.setattr(kernels, "outdone", lambda dtype: True)
+    monkeypatch.setattr(kernels, "torch_is_faster", lambda dtype: True)
     forget_trials(monkeypatch, tmp_path)
     prompts = [PROMPT, *OTHERS, PROMPT + OTHERS[1]]
     with Engine(checkpoints(family), Memory(kv_cache_memory="32MiB"), dtype="bfloat16") as engine:

@@ -149,7 +149,7 @@ def test_many_rows_are_left_to_torch_unless_each_must_be_computed_alike(dtype, b
     torch.manual_seed(3)
     layer = nn.Linear(40, 24, bias=bias).requires_grad_(False).to(dtype)
     torch_is_quick = dtype is torch.float32 or torch.cpu._is_avx512_bf16_supported()
-    most = native._ROWS_FEW_BESIDE_TILES if native.outdone(dtype) else native.ROWS_FEW
+    most = native._ROWS_FEW_BESIDE_TILES if native.torch_is_faster(dtype) else native.ROWS_FEW
     asked = []
     multiply = native._multiply
     monkeypatch.setattr(native, "_multiply", lambda x, *rest: (asked.append(len(x)), multiply(x, *rest)))

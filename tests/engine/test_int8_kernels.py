@@ -122,7 +122,7 @@ def test_packed_forms(form: Form, dtype: torch.dtype) -> None:
     weight = torch.randn(form.outputs, form.inputs, generator=torch.Generator().manual_seed(2))
     packed = PackedMatrix(form, form.pack(weight), torch.float32)
     x = inputs(70, form.inputs, dtype)
-    assert_means(x, kernels.int8_product(x, packed), packed.unpacked(), form)
+    assert_means(x, kernels.int8_product(x, packed), packed.dequantized(), form)
 
 
 def test_blocks_are_added_in_the_order_that_is_written_down() -> None:

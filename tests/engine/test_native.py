@@ -63,7 +63,7 @@ def test_a_row_of_a_linear_layer_is_its_own(rows, inputs, outputs, half, threads
 
 def test_rows_that_do_not_lie_side_by_side():
     x, weight = numbers(9, 2, 40), numbers(30, 50, seed=1)[:, 5:45]
-    assert not weight.is_contiguous() and kernels.takes(x, weight)
+    assert not weight.is_contiguous() and kernels.supports(x, weight)
     found = kernels.linear(x[:, 1], weight)
     assert torch.equal(found, kernels.linear(x[:, 1].contiguous(), weight.contiguous()))
     assert kernels.linear(x[:0, 1], weight).shape == (0, 30)
@@ -90,7 +90,7 @@ def test_a_matrix_whose_inputs_come_first_gives_the_bits_of_others(rows, inputs,
             continue
         try:
             with using_threads(threads):
-                assert kernels.takes(x, weight)
+                assert kernels.supports(x, weight)
                 found, expected = kernels.linear(x, weight), kernels.linear(x, weight.contiguous())
         finally:
             kernels._kernel.use_instructions(None)

@@ -26,11 +26,11 @@ EXPERTS = 5
 class Experts(nn.Module):
     """Takes one expert after the other from a stack in a published format."""
 
-    def __init__(self, spec: Spec, dtype: torch.dtype, pieces: int, in_turn: bool, bias: bool) -> None:
+    def __init__(self, spec: Spec, dtype: torch.dtype, pieces: int, interleaved: bool, bias: bool) -> None:
         super().__init__()
         self.num_experts, self.has_bias, self.is_transposed = EXPERTS, bias, False
         self.stack = nn.Parameter(torch.empty(EXPERTS, 1))
-        put_stacks(self, {"stack": Stacking(spec, pieces=pieces, in_turn=in_turn)}, dtype)
+        put_stacks(self, {"stack": Stacking(spec, pieces=pieces, interleaved=interleaved)}, dtype)
         for number in range(pieces):
             each = [parts_of(spec, 100 * expert + number) for expert in range(EXPERTS)]
             own = "stack" if pieces == 1 else f"stack_{number}"
@@ -58,8 +58,8 @@ def test_each_row_by_the_matrices_of_its_expert(
     number gives zeros, and an expert may be chosen by all.
     """
     monkeypatch.setattr(operations, "_ROWS_OF_EXPERT", 0)
-    for pieces, in_turn, bias in ((1, False, True), (2, False, False), (2, True, True)):
-        module = Experts(spec, dtype, pieces, in_turn, bias)
+    for pieces, interleaved, bias in ((1, False, True), (2, False, False), (2, True, True)):
+        module = Experts(spec, dtype, pieces, interleaved, bias)
         kept = [*module.parameters()]
 
         def function(x: Tensor, module: Any = module) -> Tensor:

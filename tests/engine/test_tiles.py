@@ -29,7 +29,7 @@ from torch import Tensor
 from stowage import Engine, Memory, SamplingParams
 from stowage.core.geometry import Kind
 from stowage.executor import kernels
-from stowage.executor.determinism import cuts
+from stowage.executor.determinism import pieces as prompt_pieces
 from stowage.executor.replay.programs import program
 from stowage.executor.tiles import try_scoring, try_tiles
 from stowage.testing import tiny_models
@@ -272,7 +272,11 @@ def test_an_engine_with_tiles_is_exact(kernel, tmp_path):
     for step_tokens in (512, 19):
         memory = Memory(kv_cache_memory="8MiB", max_num_batched_tokens=step_tokens, max_num_seqs=8)
         with Engine(path, memory, dtype="bfloat16") as engine:
-            assert engine.exact and engine.parts.pieces.whole and "amx_bf16" in cuts.exact_name(engine.parts.pieces)
+            assert (
+                engine.exact
+                and engine.parts.pieces.whole
+                and "amx_bf16" in prompt_pieces.exact_name(engine.parts.pieces)
+            )
             alone = [engine.generate([prompt], params)[0] for prompt in prompts]
             found += [alone, engine.generate(prompts, params)]
     bits = [[(c.token_ids, [(r.logprob, r.top) for r in c.logprobs or ()]) for c in way] for way in found]
@@ -298,11 +302,11 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_few_rows_are_the_kernels_and_many_are_whose_tiles_they_are(processor):
     few, many = torch.zeros(16, 8, dtype=torch.bfloat16), torch.zeros(17, 8, dtype=torch.bfloat16)
     processor("avx512_bf16")
-    assert kernels.outdone(torch.bfloat16) and not kernels.outdone(torch.float32)
+    assert kernels.torch_is_faster(torch.bfloat16) and not kernels.torch_is_faster(torch.float32)
     assert kernels.has_few_rows(few) and not kernels.has_few_rows(many)
     assert kernels.has_few_rows(many.float())
     processor("amx_bf16")
-    assert not kernels.outdone(torch.bfloat16) and kernels.has_few_rows(many)
+    assert not kernels.torch_is_faster(torch.bfloat16) and kernels.has_few_rows(many)
 
 
 def test_what_is_said_where_tiles_failed_their_trial(processor, tmp_path):
@@ -311,6 +315,8 @@ def test_what_is_said_where_tiles_failed_their_trial(processor, tmp_path):
         device=torch.device("cpu"), dtype=torch.bfloat16, config=SimpleNamespace(model_type="llama")
     )
     processor("avx512_bf16", refused="this processor's tiles add up otherwise")
-    assert "add up otherwise: prompts are computed by torch, in pieces of 256 tokens" in cuts.slowed(model)
+    assert "add up otherwise: prompts are computed by torch, in pieces of 256 tokens" in prompt_pieces.slow_path_reason(
+        model
+    )
     processor("amx_bf16")
-    assert cuts.slowed(model) == ""
+    assert prompt_pieces.slow_path_reason(model) == ""

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from stowage import Completion, Engine, Memory, SamplingParams
-from stowage.executor.determinism.cuts import TILE_PIECE_TOKENS
+from stowage.executor.determinism.pieces import TILE_PIECE_TOKENS
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / ".real-model" / "SmolLM2-135M-Instruct"

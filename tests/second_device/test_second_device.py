@@ -14,7 +14,7 @@ from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
 from stowage.evaluation import pack
 from stowage.executor.block_pool import bytes_needed
-from stowage.executor.determinism import cuts
+from stowage.executor.determinism import pieces as prompt_pieces
 from stowage.plugins.transformers.offload import offload
 from stowage.plugins.transformers.prefix_cache import PrefixCache
 from stowage.testing import tiny_models
@@ -104,8 +104,8 @@ def test_exact_answers_of_a_device(
     family: str, at_once: bool, device: torch.device, references, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # type: ignore[no-untyped-def]
     """In pieces, several of them one forward where nothing but linear layers multiplies; single tokens in one shape."""
-    monkeypatch.setattr(cuts, "DEVICES", frozenset({device.type}))
-    monkeypatch.setattr(cuts, "TILE_PIECE_TOKENS", 64)
+    monkeypatch.setattr(prompt_pieces, "DEVICES", frozenset({device.type}))
+    monkeypatch.setattr(prompt_pieces, "TILE_PIECE_TOKENS", 64)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB")
     prompts = [random_prompt(length, seed=length) for length in (300, 200, 20)]

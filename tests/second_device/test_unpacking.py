@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stowage.cuda.unpacking import launch
-from stowage.weights.quantized.formats import BLOCKS, Spec, by_torch, first_outputs, outputs_of
+from stowage.weights.quantized.formats import BLOCKS, Spec, dequantized_by_torch, first_outputs, outputs_of
 from tests.block_formats import SPECS, parts_of, raw_bytes
 from tests.second_device.interpreting import interpreting, require
 
@@ -31,7 +31,7 @@ def interpreter():  # type: ignore[no-untyped-def]
 
 def assert_unpacks(spec: Spec, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     assert launch._fits(spec, parts, dtype)
-    found, expected = launch.unpack(spec, parts, dtype), by_torch(spec, parts, dtype)
+    found, expected = launch.unpack(spec, parts, dtype), dequantized_by_torch(spec, parts, dtype)
     same = found.view(BITS[dtype]) == expected.view(BITS[dtype])
     assert bool((same | (found.isnan() & expected.isnan())).all()), spec
 
@@ -87,13 +87,13 @@ def test_every_code_and_exponent(spec: Spec) -> None:
 def test_what_differs_is_left_to_torch(caplog: pytest.LogCaptureFixture) -> None:
     spec = Spec("q4_0", 16, 64)
     parts = parts_of(spec)
-    assert launch.Unpacking(by_torch, first_outputs).takes(spec, parts, torch.float32)
-    off = launch.Unpacking(lambda *given: by_torch(*given) + 1, first_outputs)
+    assert launch.Unpacking(dequantized_by_torch, first_outputs).takes(spec, parts, torch.float32)
+    off = launch.Unpacking(lambda *given: dequantized_by_torch(*given) + 1, first_outputs)
     assert not off.takes(spec, parts, torch.float32)
     assert "the kernel that unpacks q4_0 cannot be used here" in caplog.text
     assert not off.takes(spec, parts, torch.float32)
     assert caplog.text.count("cannot be used here") == 1, "said once"
-    trusted = launch.Unpacking(by_torch, first_outputs)
+    trusted = launch.Unpacking(dequantized_by_torch, first_outputs)
     assert not trusted.takes(spec, {"": parts[""].t()}, torch.float32), "lies otherwise"
     assert not trusted.takes(replace(spec, name="f16"), parts, torch.float32)
     assert not trusted.takes(Spec("iq2_s", 16, 256), parts_of(Spec("iq2_s", 16, 256)), torch.float32)

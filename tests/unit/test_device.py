@@ -15,7 +15,7 @@ from stowage.core.geometry import Geometry, Group, Kind, split_arena
 from stowage.cuda import copies as cuda_module
 from stowage.cuda.copies import CudaCarrier, CudaCopies
 from stowage.errors import ConfigError, TransferError
-from stowage.executor.determinism.cuts import Pieces, device_rows, exact_ways
+from stowage.executor.determinism.pieces import Pieces, device_rows, exact_candidates
 from stowage.executor.device import carrier, device_of, link, resolve
 from stowage.transfer.cpu import CpuTransfer
 from stowage.transfer.staged import StagedTransfer
@@ -48,7 +48,7 @@ def test_where_answers_are_exact() -> None:
         names = names or ("model.layers.0.mlp.up_proj.weight",)
         parameters = [(name, None) for name in names]
         config = SimpleNamespace(model_type="llama")
-        return exact_ways(
+        return exact_candidates(
             SimpleNamespace(device=torch.device(device), config=config, named_parameters=lambda: parameters)
         )
 

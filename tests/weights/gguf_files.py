@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from stowage.weights.quantized.blocks import joined
-from stowage.weights.quantized.stacks import has_inputs_first
+from stowage.weights.quantized.stacks import has_transposed_experts
 from tests.block_formats import scale
 from tests.weights import gguf_gemma, gguf_hybrids, gguf_kimi, gguf_layouts, gguf_mixtures
 
@@ -302,7 +302,7 @@ def _experts(path: str, values: np.ndarray, module: Any) -> list[tuple[str, np.n
     """Outputs first, and gates apart from what they gate."""
     layer, own = path.split(".")[2], path.rpartition(".")[2]
     last = "bias" if own.endswith("bias") else "weight"
-    if last == "weight" and has_inputs_first(module):
+    if last == "weight" and has_transposed_experts(module):
         values = values.swapaxes(1, 2)
     if "gate_up" not in own:
         return [(f"blk.{layer}.ffn_{own.partition('_')[0]}_exps.{last}", values)]
@@ -368,7 +368,7 @@ def _expert_values(path: str, values: Mapping[str, torch.Tensor], module: Any) -
     parts = ("gate", "up") if "gate_up" in own else (own.partition("_")[0],)
     found = [values[f"blk.{layer}.ffn_{part}_exps.{last}"] for part in parts]
     whole = joined(found, 1, not getattr(module, "is_concatenated", True) and len(found) > 1)
-    return whole.transpose(1, 2) if last == "weight" and has_inputs_first(module) else whole
+    return whole.transpose(1, 2) if last == "weight" and has_transposed_experts(module) else whole
 
 
 def dequantised(path: Path) -> dict[str, torch.Tensor]:

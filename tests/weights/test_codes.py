@@ -62,7 +62,7 @@ def test_products_are_those_of_the_weights_that_the_bytes_mean(form: Form) -> No
     assert form.nbytes % (4096 if form.nbytes >= 64 << 10 else 64) == 0
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 0.02), (torch.float16, 0.003)):
         matrix = PackedMatrix(form, packed, dtype)
-        assert torch.allclose(matrix.unpacked().float(), expected, rtol=0.005 if dtype is torch.bfloat16 else 1e-3)
+        assert torch.allclose(matrix.dequantized().float(), expected, rtol=0.005 if dtype is torch.bfloat16 else 1e-3)
         for rows in (1, 5, 40):
             x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(dtype)
             bias = torch.arange(n).to(dtype)
@@ -120,15 +120,15 @@ def test_a_matrix_takes_a_weights_place() -> None:
     """In torch's own calls, whatever they are; never with another weight's values."""
     form = Form("int8", 48, 64)
     packed, x = form.pack(weights(48, 64)), torch.randn(3, 64)
-    plain, turned = PackedMatrix(form, packed, torch.float32), PackedMatrix(form, packed, torch.float32, True)
+    plain, transposed = PackedMatrix(form, packed, torch.float32), PackedMatrix(form, packed, torch.float32, True)
     product = plain.multiply(x)
     assert torch.equal(torch.nn.functional.linear(x, plain), product)
     assert torch.equal(torch.nn.functional.linear(x, plain, torch.ones(48)), product + 1)
-    assert torch.equal(x @ turned, product)
-    assert torch.equal(torch.matmul(x, turned), product)
+    assert torch.equal(x @ transposed, product)
+    assert torch.equal(torch.matmul(x, transposed), product)
     assert torch.allclose(torch.mm(x, torch.transpose(plain, 0, 1)), product, atol=1e-6)
     assert plain.shape == (48, 64)
-    assert turned.shape == (64, 48)
+    assert transposed.shape == (64, 48)
 
 
 def test_memory_for_unpacking_is_what_is_counted_and_outlives_inference_mode() -> None:
@@ -150,9 +150,9 @@ def test_rows_are_looked_up(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         table = PackedMatrix(form, packed, dtype)
         ids = torch.tensor([[3, 0, 39], [3, 7, 1]])
-        assert torch.equal(torch.nn.functional.embedding(ids, table), table.unpacked()[ids])  # type: ignore[arg-type]
+        assert torch.equal(torch.nn.functional.embedding(ids, table), table.dequantized()[ids])  # type: ignore[arg-type]
     offloaded = PackedMatrix(form, nan_placeholder((form.nbytes,), torch.uint8), torch.float32)
-    assert bool(torch.isnan(offloaded.looked_up(torch.tensor([1]))).all())
+    assert bool(torch.isnan(offloaded.lookup_rows(torch.tensor([1]))).all())
 
 
 @pytest.mark.parametrize("name", codes.FORMS)
@@ -162,7 +162,7 @@ def test_weights_that_have_no_scale_are_refused(name: str, bad: float) -> None:
     weight[3, 5] = bad
     form = Form(name, 32, 256)
     if name == "int8" and bad == 1e38:
-        assert float(PackedMatrix(form, form.pack(weight), torch.float32).unpacked()[3, 5]) == pytest.approx(1e38)
+        assert float(PackedMatrix(form, form.pack(weight), torch.float32).dequantized()[3, 5]) == pytest.approx(1e38)
         return
     if name == "mxfp4_block" and bad == 1e38:  # a scale is any power of two
         assert float(blocks_of(form, form.pack(weight))[3, 5]) == pytest.approx(1e38, rel=0.2)

@@ -128,13 +128,13 @@ def test_matrices_are_what_their_formats_mean_and_are_multiplied_with_in_pieces(
     expected = dequantized(spec, parts)
     assert bool(expected.isfinite().all()) and expected.std() > 0
     matrix: Any = BlockMatrix(spec, parts, torch.float32)
-    assert matrix.is_here and torch.equal(matrix.unpacked(), expected)
+    assert matrix.is_here and torch.equal(matrix.dequantized(), expected)
     assert matrix.int8_parts() is matrix.int4_parts() is None, "it is in no form of ours"
     x, bias = torch.randn(3, spec.inputs), torch.randn(spec.outputs)
     exact = torch.nn.functional.linear(x, expected, bias)
     assert torch.allclose(torch.nn.functional.linear(x, matrix, bias), exact, rtol=1e-4, atol=1e-5 * exact.abs().max())
     turned: Any = BlockMatrix(spec, parts, torch.float32, True)
-    assert turned.shape == expected.t().shape and torch.equal(turned.unpacked(), expected.t())
+    assert turned.shape == expected.t().shape and torch.equal(turned.dequantized(), expected.t())
 
 
 def test_a_linear_layer_has_the_tensors_of_its_format_and_computes_with_them() -> None:

@@ -86,7 +86,7 @@ def test_fitted_matrices_change_answers_less(checkpoints: Callable[..., Path], t
             values = target.module.weight.detach()
             form = target.form("int4_32")
             packed = found.packed(target, values, "int4_32")[1] if fit else target.pack(values, form)
-            target.module.weight.data = PackedMatrix(form, packed, torch.float32).unpacked()
+            target.module.weight.data = PackedMatrix(form, packed, torch.float32).dequantized()
         errors.append((model(input_ids=ids).logits - expected).square().mean())
     assert errors[0] < 0.9 * errors[1]
 
@@ -107,7 +107,7 @@ def test_experts_are_fitted_to_what_the_tokens_that_choose_them_bring(family: st
                 values, form = getattr(target.module, target.own), target.form("int4_32")
                 packed = found.packed(target, values, "")[1] if fit else target.pack(values, form)
                 each = [PackedMatrix(form, one.reshape(-1), torch.float32, target.transposed) for one in packed]
-                values.data = torch.stack([one.unpacked() for one in each])
+                values.data = torch.stack([one.dequantized() for one in each])
         errors.append((model(input_ids=ids).logits - expected).square().mean())
     assert 0 < errors[0] < 0.95 * errors[1]
 

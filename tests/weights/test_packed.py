@@ -51,10 +51,10 @@ def unpacked_into(plain: Any, model: Any) -> Any:
             continue  # its table is the output layer's, or as it was
         for own in dict(module.named_parameters(recurse=False)):
             if isinstance(stack := getattr(other, own), PackedStack):
-                getattr(module, own).data = torch.stack([stack[e].unpacked() for e in range(len(stack.packed))])
+                getattr(module, own).data = torch.stack([stack[e].dequantized() for e in range(len(stack.packed))])
             elif isinstance(stack, BlockStack):
                 experts = len(getattr(module, own))
-                getattr(module, own).data = torch.stack([stack[e].unpacked() for e in range(experts)])
+                getattr(module, own).data = torch.stack([stack[e].dequantized() for e in range(experts)])
     return plain
 
 
@@ -137,7 +137,7 @@ def test_published_formats_answer_as_their_values_do_to_the_bit(
             return [(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers]
 
     with monkeypatch.context() as patched:
-        patched.setattr(kernels, "takes_blocks", lambda x, matrix: False)  # a tile of its values at a time
+        patched.setattr(kernels, "supports_blocks", lambda x, matrix: False)  # a tile of its values at a time
         values = said("auto")
     for weights in ("auto", "*=stream", "*=mapped"):
         assert said(weights) == values, weights
@@ -248,7 +248,7 @@ def test_a_table_that_is_embedding_and_output_layer_is_packed_once(family: str, 
     assert told.bits < 6, "the table does not count"
     whole = loading.load(tmp_path / "packed").model
     assert whole.lm_head.int8 is whole.model.embed_tokens.int8
-    assert torch.equal(whole.lm_head.weight, whole.model.embed_tokens.weight.unpacked())
+    assert torch.equal(whole.lm_head.weight, whole.model.embed_tokens.weight.dequantized())
     values = unpacked_into(loading.load(tmp_path / "tied").model, whole)
     assert values.lm_head.weight is values.model.embed_tokens.weight
     ids = prompt(33)

@@ -23,7 +23,7 @@ from stowage.planner.machine import INT8, TYPICAL_CPU
 from stowage.planner.model import read_model
 from stowage.planner.shapes import Model
 from stowage.weights.quantized.blocks import BlockLinear
-from stowage.weights.quantized.formats import Spec, by_torch
+from stowage.weights.quantized.formats import Spec, dequantized_by_torch
 from tests.depth import mostly_rare
 from tests.families import all_of
 from tests.weights import published_files as files
@@ -306,7 +306,7 @@ def test_the_second_format_of_gptq_is_read_also_where_a_config_says_the_first(
             state[name] = first + 0x11111111
         spec = Spec("gptq", meant[f"{base}.weight"].shape[0], meant[f"{base}.weight"].shape[1], 32, zeros=True)
         parts = {"codes": state[f"{base}.qweight"], "scales": state[f"{base}.scales"], "zeros": first}
-        meant[f"{base}.weight"] = by_torch(spec, parts, torch.bfloat16)
+        meant[f"{base}.weight"] = dequantized_by_torch(spec, parts, torch.bfloat16)
     stated = words("gptq", 32)[0] | ({"checkpoint_format": "gptq_v2", "sym": False} if says else {"sym": True})
     files.rewrite(published, state, quantization_config=stated)
     files.rewrite(plain, meant)

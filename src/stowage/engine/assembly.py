@@ -24,14 +24,14 @@ from stowage.engine.capacity import Capacity
 from stowage.errors import BudgetError, ConfigError, StowageError, UnsupportedModelError
 from stowage.executor import attention
 from stowage.executor.block_pool import BlockPool
-from stowage.executor.determinism.cuts import (
+from stowage.executor.determinism.pieces import (
     Exactness,
     Pieces,
     check_steps,
+    exact_candidates,
     exact_name,
-    exact_ways,
     no_offload_reason,
-    settled,
+    simplified,
 )
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.determinism.trial import try_rows_once
@@ -112,9 +112,9 @@ def assemble(
         return cut(None, why="it was asked for: --batch-dependent")
     reasons: list[StowageError] = []
     try:
-        for way in exact_ways(loaded.model):
+        for candidate in exact_candidates(loaded.model):
             try:
-                return cut(way)
+                return cut(candidate)
             except (UnsupportedModelError, BudgetError) as error:
                 reasons.append(error)
     except ConfigError as error:
@@ -138,16 +138,16 @@ def _cut(
     salt: str,
     clock: Callable[[], float],
     tiers: Sequence[Tier],
-    way: Pieces | None,
+    candidate: Pieces | None,
     *,
     cuda_graphs: bool | None,
     int8: bool,
     why: str = "",
 ) -> Parts:
-    """With prompts cut in this ``way``; ``None``: in any, and ``why``."""
-    layout = _layout(loaded, memory, way)
-    exact = None if way is None else settled(way, layout)
-    if way is not None and exact is not None and layout.recurrent is not None and exact.grid < way.grid:
+    """With prompts cut in this ``candidate``; ``None``: in any, and ``why``."""
+    layout = _layout(loaded, memory, candidate)
+    exact = None if candidate is None else simplified(candidate, layout)
+    if candidate is not None and exact is not None and layout.recurrent is not None and exact.grid < candidate.grid:
         layout = _layout(loaded, memory, exact)  # no grid is needed: states may be kept at more positions
     check_steps(exact or Pieces(), memory, layout.context_tokens)
     records = _recorder(loaded, memory, layout, cuda_graphs) if cuda_graphs is not False else None
@@ -161,11 +161,11 @@ def _cut(
     return parts
 
 
-def _layout(loaded: Loaded, memory: Memory, way: Pieces | None) -> ModelLayout:
-    """What the model caches, in blocks that suit this ``way``."""
-    grid = way.grid if way is not None else 1
+def _layout(loaded: Loaded, memory: Memory, candidate: Pieces | None) -> ModelLayout:
+    """What the model caches, in blocks that suit this ``candidate``."""
+    grid = candidate.grid if candidate is not None else 1
     tokens, chunk_blocks = block_tokens_of(memory, grid), memory.chunk_blocks
-    if way is not None and (way.alone or loaded.model.config.model_type in ALONE):
+    if candidate is not None and (candidate.alone or loaded.model.config.model_type in ALONE):
         # Every forward of a prompt is one piece of the grid: a block that is shared lies in a whole one.
         chunk_blocks = max(1, chunk_blocks * tokens[Kind.FULL] // math.lcm(tokens[Kind.FULL], grid))
         tokens = {kind: math.lcm(size, grid) for kind, size in tokens.items()}

@@ -39,7 +39,7 @@ from stowage.engine.sequence import Sequence
 from stowage.engine.too_long import too_long
 from stowage.errors import RequestError
 from stowage.executor.block_table import BlockTable
-from stowage.executor.determinism.cuts import exactness_of, lacking, no_offload_reason, slowed
+from stowage.executor.determinism.pieces import exactness_of, no_kernels_reason, no_offload_reason, slow_path_reason
 from stowage.executor.device import carrier, device_of
 from stowage.executor.int8_activations import int8_note
 from stowage.executor.peak_compute import prefill_tokens_per_s_most
@@ -305,7 +305,7 @@ class Engine:
     @property
     def exactness_note(self) -> str:
         """Why answers are not exact, or cost more than they could; empty: neither."""
-        return self.parts.inexact_because or lacking(self.model) or slowed(self.model)
+        return self.parts.inexact_because or no_kernels_reason(self.model) or slow_path_reason(self.model)
 
     def stats(self) -> dict[str, Any]:
         """What it holds and did. ``store`` is None without host memory, ``graphs`` where no steps are recorded."""

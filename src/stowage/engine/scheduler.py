@@ -21,7 +21,7 @@ from stowage.engine.swap.long_context import LongContextSwap
 from stowage.engine.swap.preemption import PreemptionSwap
 from stowage.errors import StowageError, TransferError
 from stowage.executor.batch import Work
-from stowage.executor.determinism.cuts import Pieces
+from stowage.executor.determinism.pieces import Pieces
 
 STUCK_MAX = 8
 """Steps in a row in which the oldest sequence could not proceed, although nothing was in flight."""

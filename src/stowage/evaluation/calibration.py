@@ -31,7 +31,7 @@ from stowage.weights.parameter_location import memory_of
 from stowage.weights.quantized.codes import Form
 from stowage.weights.quantized.fitting import Inputs
 from stowage.weights.quantized.modules import Target, targets
-from stowage.weights.quantized.stacks import DOWN, widened
+from stowage.weights.quantized.stacks import DOWN, up_projection
 
 __all__ = ["Fitted", "fit"]
 
@@ -210,5 +210,5 @@ def _of_experts(target: Target, given: Sequence[Tensor]) -> Iterator[Inputs | No
             continue
         rows = hidden[tokens]
         if target.own == DOWN:
-            rows = widened(target.module, expert, rows)
+            rows = up_projection(target.module, expert, rows)
         yield Inputs.of(rows.cpu(), shares[tokens, place].float().square().cpu())

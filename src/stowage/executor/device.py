@@ -35,11 +35,11 @@ from stowage.transfer.pinning import Pinned, pin
 from stowage.transfer.protocol import BlockTransfer
 from stowage.transfer.staged import PlainCopies, StagedTransfer
 from stowage.weights.device_prefetcher import Carrier, PlainCarrier
-from stowage.weights.quantized.formats import by_torch, first_outputs, unpack_with
+from stowage.weights.quantized.formats import dequantized_by_torch, first_outputs, unpack_with
 
 __all__ = ["DeviceLink", "carrier", "device_of", "link", "paged_kernel", "recorder", "resolve"]
 
-unpack_with("cuda", Unpacking(by_torch, first_outputs))
+unpack_with("cuda", Unpacking(dequantized_by_torch, first_outputs))
 
 
 def resolve(name: str) -> torch.device:

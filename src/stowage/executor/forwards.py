@@ -1,12 +1,12 @@
-"""How work is cut into forwards, and the shape in which each is computed: the one choice of shapes.
+"""Splits a step's work into forwards, and chooses the shape of each.
 
     OWN      as many rows as there are tokens
-    STATIC   single tokens as static inputs (``static_steps``): where steps are recorded, or a device sums by the shape
-    PIECES   whole pieces of one prompt at once, each multiplied in the shape of a piece alone (``determinism.slices``)
+    STATIC   decode tokens in static inputs (``static_steps``): for CUDA graphs, or if a device's sums depend on shapes
+    PIECES   several pieces of one prompt, each multiplied in the shape of a piece alone (``determinism.slices``)
 
-Owns that choice: what is one forward where the family allows it; for recurrent families all single tokens as one
-forward and each run by itself; exact prompts piece by piece. ``batch`` and ``static_steps`` make the tensors, and
-``runner`` computes.
+One forward for everything if the family allows it; for recurrent families one forward for all decode tokens, and one
+for each prefill run; exact prompts piece by piece. ``batch`` and ``static_steps`` make the tensors, ``runner``
+computes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Forward", "ForwardShape", "Forwards"]
 
 
 class ForwardShape(enum.Enum):
-    """Of a forward; see above."""
+    """The shape of a forward; see the module."""
 
     OWN, STATIC, PIECES = enum.auto(), enum.auto(), enum.auto()
 
 
 class Forward(NamedTuple):
-    """``work`` that is computed at once."""
+    """One forward: its ``work`` and its shape."""
 
     work: Sequence[Work]
     shape: ForwardShape
@@ -40,13 +40,13 @@ class Forwards:
 
     Args:
         ragged: whether tokens of several sequences may be one flattened forward.
-        continues: whether a run may go on from a state; else it does so token by token.
-        exact: whether a token's bits are its own.
-        piece_tokens: exact prompts are cut at multiples of this into forwards of their own; 0: anywhere.
-        singles: of sequences whose prompts are cut so, whether single tokens are one forward.
-        rows: such a forward has so many tokens at most; 0: any number.
-        static: whether single tokens are computed as static inputs.
-        pieces_at_once: whether whole pieces of a prompt may be one forward, which a trial has found.
+        continues: whether a run may continue from a state; else it is computed token by token.
+        exact: whether a token's bits must not depend on the batch.
+        piece_tokens: exact prompts are cut at multiples of this into separate forwards; 0: anywhere.
+        singles: with ``piece_tokens``: whether decode tokens of several sequences are one forward.
+        rows: most tokens of such a forward; 0: any number.
+        static: whether decode tokens are computed in static inputs.
+        pieces_at_once: whether several pieces of a prompt may be one forward, as a trial has shown.
     """
 
     ragged: bool
@@ -59,8 +59,8 @@ class Forwards:
     pieces_at_once: bool = False
 
     def cut(self, work: Sequence[Work]) -> list[tuple[list[Work], Iterable[Forward]]]:
-        """The forwards that compute ``work``: some items of it, and theirs. Items that take several forwards come
-        alone; single tokens come first.
+        """Groups of items of ``work``, each with its forwards. An item that takes several forwards is a group of its
+        own; decode tokens come first.
         """
         return [
             (part, (self._forward(part),) if self._at_once(part) else self._in_turn(part[0]))
@@ -82,13 +82,13 @@ class Forwards:
             return True
         if self.continues:
             return not self.piece_tokens or self._piece_end(work[0].start) >= work[0].start + work[0].count
-        return work[0].start == 0 and not self.exact  # begun at once and gone on one by one: two ways to compute
+        return work[0].start == 0 and not self.exact  # prefill at once, then token by token: different bits
 
     def _forward(self, work: Sequence[Work]) -> Forward:
         return Forward(work, ForwardShape.STATIC if self.static and is_decode(work) else ForwardShape.OWN)
 
     def _in_turn(self, work: Work) -> Iterator[Forward]:
-        """A run of one sequence piece by piece; token by token where its model goes on from a state only so."""
+        """A run of one sequence, piece by piece, or token by token if its model can continue from a state only so."""
         begin, stop, tokens = work.start, work.start + work.count, self.piece_tokens
         if self.pieces_at_once and not work.every_logit and begin % tokens == 0:
             whole = work.count // tokens

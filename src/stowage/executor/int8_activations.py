@@ -1,11 +1,11 @@
-"""Activations in 8 bits: what is multiplied with weights in integer formats is rounded, and multiplied as integers.
+"""8-bit activations (dynamic quantization): the inputs of weights in integer formats are quantized at run time.
 
-    32 activations                  ->   a scale in float32, 32 whole numbers from -127 to 127   (dynamic quantization)
-    what attention weighs with      ->   bfloat16, where a model computes in that; of tokens from ROUNDED_FROM on
+    32 activations       ->   a float32 scale and 32 integers from -127 to 127
+    attention weights    ->   bfloat16, if the model computes in that; for tokens from ROUNDED_FROM on
 
-Owns where that is possible, and what is told of it. An answer is not that of the published weights in bfloat16 then;
-but it still depends on nothing that offloading, caching or batching decides. The kernels do it (``kernels``), asked by
-``RowInvariance`` and by attention; keys of stored KV say so (``INT8_NAME``).
+Owns where that is possible, and the note for users. Answers are no longer those of the published weights in bfloat16,
+but still do not depend on offloading, caching or batching. The kernels (``kernels``) do it, called by ``RowInvariance``
+and by attention; the namespace of stored KV contains ``INT8_NAME``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from stowage.weights.quantized.codes import form_of
 from stowage.weights.quantized.formats import PLAIN
 
 INT8_NAME: Final = "int8-activations/2"
-"""Raised when the way of rounding changes."""
+"""Version of the rounding."""
 ROUNDED_FROM: Final = 256
-"""The position from which on attention's weights are rounded. Of many keys the errors even out, and these take the
-time; of few keys the answer to a short question may hang on them.
+"""Attention weights are rounded from this position on. With many keys the errors average out, and rounding saves time;
+with few keys they may change a short answer.
 """
 
 
@@ -45,7 +45,7 @@ def check_int8(model: Any) -> None:
 
 
 def int8_note(model: Any) -> str:
-    """What it means for ``model``."""
+    """What 8-bit activations mean for ``model``, for users."""
     formats = {spec.name for module in model.modules() for spec in getattr(module, "block_specs", ())}
     packed = any(form_of(name) for name, _ in model.named_parameters())
     return note_of(formats, packed=packed, half=model.dtype is torch.bfloat16)

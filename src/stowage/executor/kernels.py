@@ -1,17 +1,17 @@
-"""Linear layers, norms and paged attention in C: every row is summed in an order of its own.
+"""Linear layers, norms and paged attention in C, with batch-invariant sums: a row's bits depend on no other row.
 
     linear   y = x w^T         weights in float32, bfloat16, int8, 4 bits and block formats, sums in float32
     norm     root mean square norms
     attend   softmax attention over a pool's blocks, in place: full, sliding, chunked; soft-capping, sinks, latents
 
-A row gives the same bits in a batch of any size, in any piece of a prompt, as prompt or as generated token; that is
-what ``--deterministic`` stands on. They are also quicker than what they replace where rows are few
-(``docs/benchmarks.md``), so a CPU uses them by default. They are built with the package where there is a C compiler;
-where they were not built, or ``STOWAGE_PURE_PYTHON`` is set, torch does the work.
+A row gives the same bits in a batch of any size, in any piece of a prompt, as prompt or as generated token;
+``--deterministic`` relies on that. For few rows they are also faster than torch (``docs/benchmarks.md``), so a CPU uses
+them by default. They are built with the package if there is a C compiler; if not, or if ``STOWAGE_PURE_PYTHON`` is set,
+torch computes everything.
 
-Threads are the kernels' own (``native/kernels/team.h``), as many as torch has: they wait awake for the next call of a
-step, a moment only and giving way, since torch's threads (``stowage.openmp``) need the cores too. Where there are none
-they are those of torch's OpenMP runtime.
+The kernels have their own thread pool (``native/kernels/team.h``) of torch's size. Idle threads spin briefly for the
+next call and yield, since torch's threads (``stowage.openmp``) need the cores too. Without the pool, torch's OpenMP
+runtime is used.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 _HALVES = {torch.bfloat16: 4, torch.int8: 5}
 """The same, times inputs in bfloat16."""
 _DYNAMIC = {torch.float32: 6, torch.bfloat16: 7}
-"""Products of inputs that are rounded to 8 bits."""
+"""Products of activations quantized to 8 bits."""
 INTEGER_FORMATS = frozenset("q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block mxfp4 int4 gptq awq".split())
-"""Published formats of whole numbers, which inputs in 8 bits are multiplied with; and our own int8 and int4."""
+"""Formats with integer codes, for products with 8-bit activations; our own int8 and int4 are supported, too."""
 _SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
 REVISION = 7
-"""Raised when a kernel, or one more thing that kernels compute, changes the bits of an answer."""
+"""Version of the kernels; incremented whenever the bits of an answer change."""
 _INT8_BLOCK = 32
-"""Inputs with one scale, where they are rounded to 8 bits."""
+"""Activations that share a scale when quantized to 8 bits."""
 ROWS_FEW = 64
-"""With more rows torch's products are quicker: it packs a matrix first, which pays then. 0.96 to 1.26 times as quick
-with 64 rows, 1.06 to 1.5 with 512 (AVX-512 with products of bfloat16, matrices of 1,024 to 5,632).
+"""With more rows torch is faster, because packing a matrix first pays then: 0.96 to 1.26 times with 64 rows, 1.06 to
+1.5 with 512 (AVX-512 BF16, matrices of 1,024 to 5,632).
 """
 _ROWS_FEW_BESIDE_TILES = 16
-"""The same where torch has tiles of bfloat16 and the kernels do not use them."""
+"""The same if torch uses bfloat16 tiles (AMX) and the kernels do not."""
 NEVER = 1 << 32
-"""A position that no token has."""
+"""A position beyond all tokens."""
 TOGETHER = 8
-"""Linear layers that are computed in one call, at most."""
+"""Most linear layers in one call."""
 
 
 def _threads_of_torch() -> int:
-    """The address of what starts OpenMP's threads in this process; 0 where it is not found."""
+    """The address of OpenMP's fork function in this process; 0 if it is not found."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
     except AttributeError:  # pragma: no cover - another runtime: one thread then
@@ -69,7 +69,7 @@ def _threads_of_torch() -> int:
 
 
 TILES_REFUSED = ""
-"""What was found against the tiles of this processor, if anything was."""
+"""Why this processor's tiles (AMX) are not used; empty: they are, or there are none."""
 
 if is_built():
     _kernel.use_threads(_threads_of_torch())
@@ -78,13 +78,13 @@ if is_built():
 
 
 def wanted(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether they are to compute a model of this kind."""
+    """Whether the kernels compute a model of this device and dtype."""
     return is_wanted() and device.type == "cpu" and dtype in DTYPES
 
 
-def outdone(dtype: torch.dtype) -> bool:
-    """Whether torch is several times as quick with many rows of this type: it has instructions of the processor for it
-    (tiles of bfloat16, or its pairs) that the kernels do not use.
+def torch_is_faster(dtype: torch.dtype) -> bool:
+    """Whether torch is several times faster with many rows of this dtype, because it uses instructions (bfloat16 tiles
+    or dot products) that the kernels do not.
     """
     if dtype is not torch.bfloat16 or not torch.cpu._is_avx512_bf16_supported():
         return False
@@ -92,13 +92,13 @@ def outdone(dtype: torch.dtype) -> bool:
 
 
 def instructions() -> str:
-    """What the processor computes with: other instructions round otherwise."""
+    """The instruction set in use: others round differently."""
     name: str = _kernel.use_instructions(None)
     return name
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether ``linear`` can do it."""
+def supports(x: Tensor, weight: Tensor) -> bool:
+    """Whether ``linear`` can compute this."""
     return (
         weight.dim() == 2
         and weight.dtype in DTYPES
@@ -110,25 +110,25 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` ``[..., inputs]`` times ``weight`` ``[outputs, inputs]``, plus ``bias``; see ``takes``."""
+    """``x`` ``[..., inputs]`` times ``weight`` ``[outputs, inputs]``, plus ``bias``; see ``supports``."""
     return linear_of(x, of_plain(weight), bias)
 
 
 def has_few_rows(x: Tensor) -> bool:
-    """Whether ``linear`` is the quicker way for ``x``; always where torch lacks instructions for its type."""
-    most = _ROWS_FEW_BESIDE_TILES if outdone(x.dtype) else ROWS_FEW
+    """Whether ``linear`` is faster than torch for ``x``; always, if torch has no instructions for its dtype."""
+    most = _ROWS_FEW_BESIDE_TILES if torch_is_faster(x.dtype) else ROWS_FEW
     few = x.numel() <= most * x.shape[-1]
     return few or (x.dtype is torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported())
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``linear``, or torch's where that is quicker: bits depend on how many rows there are."""
+    """``linear``, or torch's if that is faster: so bits depend on the number of rows."""
     multiply = linear if has_few_rows(x) else torch.nn.functional.linear
     return multiply(x, weight, bias)
 
 
-def takes_blocks(x: Tensor, matrix: BlockMatrix) -> bool:
-    """Whether ``linear_blocks`` can do it: the bytes are there, and scales change at multiples of 32 inputs at most."""
+def supports_blocks(x: Tensor, matrix: BlockMatrix) -> bool:
+    """Whether ``linear_blocks`` can compute this: the bytes are in memory, and scales cover multiples of 32 inputs."""
     spec = matrix.spec
     on_cpu = all(part.device.type == "cpu" for part in matrix.parts.values())
     return x.dtype in DTYPES and on_cpu and matrix.is_here and (spec.wide % 32 == 0 or spec.wide == spec.inputs)
@@ -136,13 +136,13 @@ def takes_blocks(x: Tensor, matrix: BlockMatrix) -> bool:
 
 def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) -> Tensor:
     """``x`` ``[..., inputs]`` times a matrix in the format that it was published in, plus ``bias``; see
-    ``takes_blocks``. To the bit what ``linear`` gives with the matrix's values in the type of ``x``.
+    ``supports_blocks``. To the bit what ``linear`` gives with the matrix's values in the type of ``x``.
     """
     return linear_of(x, of_blocks(matrix), bias)
 
 
-def looks_up(ids: Tensor, weight: object) -> bool:
-    """Whether ``look_up`` can do it."""
+def supports_lookup(ids: Tensor, weight: object) -> bool:
+    """Whether ``look_up`` can do this."""
     if not isinstance(weight, BlockMatrix) or weight.spec.name not in BLOCKS or weight.transposed:
         return False
     rows = weight.parts[""]
@@ -151,7 +151,7 @@ def looks_up(ids: Tensor, weight: object) -> bool:
 
 
 def look_up(ids: Tensor, matrix: BlockMatrix) -> Tensor:
-    """The rows of ``ids`` (any shape) of a matrix in a format of one tensor: (..., inputs). See ``looks_up``.
+    """The rows of ``ids`` (any shape) of a matrix in a format of one tensor: (..., inputs). See ``supports_lookup``.
 
     Raises:
         IndexError: the matrix has no such row.
@@ -168,9 +168,9 @@ def look_up(ids: Tensor, matrix: BlockMatrix) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """How the kernel reads a matrix: ``codes``, in rows that are ``row`` numbers (of a format: bytes) apart, with
-    ``scales`` and ``zeros`` (zero points). ``group``, ``tall``: inputs and outputs with one scale; ``form``: the name
-    of its format, 0 where there is none; ``kind``: of its scales.
+    """How the kernel reads a matrix. ``codes``, with a row stride of ``row`` elements (of a format: bytes), ``scales``
+    and ``zeros`` (zero points). ``group``, ``tall``: inputs and outputs that share a scale; ``form``: number of its
+    format, 0: none; ``kind``: dtype of its scales.
     """
 
     codes: Tensor
@@ -183,12 +183,12 @@ class Matrix:
     tall: int = 1
     kind: int = 0
     int8: bool = False
-    """Whether inputs are rounded to 8 bits, 32 of them with one scale, and multiplied as whole numbers."""
+    """Whether activations are quantized to 8 bits, with a scale for each 32, and multiplied as integers."""
 
 
 def of_plain(weight: Tensor, scales: Tensor | None = None) -> Matrix:
-    """A matrix that ``linear`` takes, or ``int8`` codes ``[outputs, inputs]``, of which each output has its own of
-    ``scales`` ``[outputs]``, float32. Where outputs of an input lie side by side, rows are those of inputs.
+    """A matrix that ``linear`` supports, or ``int8`` codes ``[outputs, inputs]`` with float32 ``scales`` ``[outputs]``.
+    A transposed matrix is read input-major, without a copy.
     """
     if weight.stride(1) == 1:
         return Matrix(weight, weight.shape[0], weight.stride(0), scales)
@@ -196,9 +196,9 @@ def of_plain(weight: Tensor, scales: Tensor | None = None) -> Matrix:
 
 
 def of_int4(dtype: torch.dtype, codes: Tensor, scales: Tensor, group: int) -> Matrix:
-    """One for inputs of ``dtype`` of ``codes`` ``[outputs, inputs / 2]``, uint8: two weights of an output in a byte,
-    the first half of its inputs in the low halves. ``scales`` ``[2, outputs, inputs / group]``, float16: what a code is
-    multiplied with, and what is added then. For inputs in bfloat16 weights are rounded to it.
+    """Our int4, for activations of ``dtype``. ``codes`` ``[outputs, inputs / 2]``, uint8: the low nibbles are the first
+    half of an output's inputs. ``scales`` ``[2, outputs, inputs / group]``, float16: factor and offset of each group.
+    Weights are rounded to bfloat16 if ``dtype`` is.
     """
     if dtype is not torch.bfloat16:
         return Matrix(codes, codes.shape[0], codes.stride(0), scales, group=group)
@@ -211,11 +211,11 @@ def _of_packed4(codes: Tensor, scales: Tensor, group: int) -> Matrix:
 
 
 def int8_product(x: Tensor, weight: PackedMatrix) -> Matrix | None:
-    """``weight`` for inputs ``x`` that are to be rounded to 8 bits; ``None``: it is no matrix of whole numbers."""
+    """``weight`` for activations ``x`` to be quantized to 8 bits; ``None``: its codes are not integers."""
     if x.dtype not in DTYPES or x.shape[-1] % _INT8_BLOCK:
         return None
     if isinstance(weight, BlockMatrix):
-        known = weight.spec.name in INTEGER_FORMATS and takes_blocks(x, weight)
+        known = weight.spec.name in INTEGER_FORMATS and supports_blocks(x, weight)
         return replace(of_blocks(weight), int8=True) if known else None
     if (parts := weight.int8_parts()) is not None:
         return replace(of_plain(*parts), int8=True)
@@ -224,7 +224,7 @@ def int8_product(x: Tensor, weight: PackedMatrix) -> Matrix | None:
 
 
 def of_blocks(matrix: BlockMatrix) -> Matrix:
-    """One that ``linear_blocks`` takes."""
+    """A matrix that ``linear_blocks`` supports."""
     spec, parts = matrix.spec, matrix.parts
     codes = next(iter(parts.values()))
     scales, zeros = parts.get("scales"), parts.get("zeros")
@@ -235,7 +235,7 @@ def of_blocks(matrix: BlockMatrix) -> Matrix:
 
 
 def linears(x: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
-    """``linear_of`` each of up to ``TOGETHER`` ``matrices`` of one form and group, without biases, in one call."""
+    """``linear_of`` with up to ``TOGETHER`` ``matrices`` of one form and group, without biases, in one call."""
     form, narrow = form_of(x, matrices[0])
     dtype = x.dtype if narrow else torch.float32
     outs = [x.new_empty((*x.shape[:-1], matrix.outputs), dtype=dtype) for matrix in matrices]
@@ -254,7 +254,7 @@ def linear_of(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 
 
 def form_of(x: Tensor, matrix: Matrix) -> tuple[int, bool]:
-    """What the kernel calls this product, and whether it takes bfloat16 and gives it."""
+    """The kernel's number for this product, and whether it reads and writes bfloat16."""
     if matrix.int8:
         return _DYNAMIC[x.dtype], x.dtype is torch.bfloat16
     numbers = x.dtype if matrix.form else matrix.codes.dtype
@@ -264,29 +264,29 @@ def form_of(x: Tensor, matrix: Matrix) -> tuple[int, bool]:
 
 
 def _multiply(x: Tensor, layers: list[tuple[Matrix, Tensor]], form: int, narrow: bool) -> None:
-    """``x`` times each layer's matrix into its own tensor: of float32, or (``narrow``) of the type of ``x``."""
+    """``x`` times each layer's matrix into its output tensor, float32 or (``narrow``) of the dtype of ``x``."""
     inputs = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(-1, inputs)
-    rows = as_taken(rows, form)
+    rows = cast_input(rows, form)
     if rows.stride(1) != 1 or layers[0][0].form:
         rows = rows.contiguous()
     if not rows.numel():
         return
     each: list[int] = []
     for matrix, out in layers:
-        each += words_of(matrix, out.data_ptr())
+        each += kernel_arguments(matrix, out.data_ptr())
     group, threads = layers[0][0].group, torch.get_num_threads()
     _kernel.linear(rows.data_ptr(), rows.shape[0], inputs, rows.stride(0), group, form, narrow, threads, *each)
 
 
-def as_taken(x: Tensor, form: int) -> Tensor:
-    """``x`` in the type in which the kernel takes the inputs of a product that it calls ``form``."""
+def cast_input(x: Tensor, form: int) -> Tensor:
+    """``x`` in the dtype that the kernel reads for the product number ``form``."""
     return x.float() if form in _FORMS.values() else x
 
 
-def words_of(matrix: Matrix, out: int, further: Sequence[int] = (0, 0, 0)) -> tuple[int, ...]:
-    """What the kernel is told of ``matrix``, whose codes, scales and zero points lie ``further`` by so many bytes, and
-    of the address of its outputs.
+def kernel_arguments(matrix: Matrix, out: int, further: Sequence[int] = (0, 0, 0)) -> tuple[int, ...]:
+    """The kernel's arguments for ``matrix``, with its outputs at address ``out``. ``further``: byte offsets to add to
+    the addresses of codes, scales and zero points.
     """
     parts = zip((matrix.codes, matrix.scales, matrix.zeros), further, strict=True)
     codes, scales, zeros = (0 if part is None else part.data_ptr() + more for part, more in parts)
@@ -294,13 +294,13 @@ def words_of(matrix: Matrix, out: int, further: Sequence[int] = (0, 0, 0)) -> tu
 
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` ``[rows, heads, inputs]`` times each head's own ``weight`` ``[heads, outputs, inputs]``, of one type, whose
-    heads may lie apart.
+    """``x`` ``[rows, heads, inputs]`` times each head's ``weight`` ``[heads, outputs, inputs]``, of one dtype. Heads
+    may have any stride.
     """
     x, weight = x.contiguous(), weight if weight[0].is_contiguous() else weight.contiguous()
     (rows, heads, inputs), outputs = x.shape, weight.shape[1]
     form, halves = form_of(x, of_plain(weight[0]))
-    given = as_taken(x, form)
+    given = cast_input(x, form)
     out = x.new_empty((heads, rows, outputs), dtype=x.dtype if halves else torch.float32)
     at, w, y = given.data_ptr(), weight.data_ptr(), out.data_ptr()
     step, w_step, y_step = given[:1, :1].nbytes, weight.stride(0) * weight.element_size(), out[:1].nbytes
@@ -314,8 +314,8 @@ def per_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, more: float, *, rounded: bool) -> Tensor:
-    """Each row of ``x`` ``[..., width]``, contiguous, divided by the root of its mean square and ``eps``, times
-    ``weight`` ``[width]`` of its type and ``more``. ``rounded``: to the type of ``x`` before it is multiplied.
+    """RMS norm of ``x`` ``[..., width]``, contiguous, times ``weight + more`` (``weight``: ``[width]``, of its dtype).
+    ``rounded``: normalized values are rounded to the dtype of ``x`` before the multiplication.
     """
     out = torch.empty_like(x)
     width = weight.shape[0]
@@ -329,9 +329,9 @@ def norm(x: Tensor, weight: Tensor, eps: float, more: float, *, rounded: bool) -
 
 @dataclass(frozen=True, slots=True)
 class AttentionRuns:
-    """Whose keys the tokens of a step read. ``table`` is ``BlockTable.addresses`` of all runs, one after the other;
-    ``runs`` is ``[runs, 5]``: first token of the step, tokens, position of the first, where its table begins, and the
-    position of that table's first key.
+    """Which keys the tokens of a step read. ``table``: ``BlockTable.addresses`` of all runs, concatenated. ``runs``
+    ``[runs, 5]``: first token in the step, number of tokens, position of the first, begin of its part of ``table``, and
+    the position of that part's first key.
     """
 
     table: Tensor
@@ -354,9 +354,9 @@ def attend(
     rounded_from: int = NEVER,
 ) -> Tensor:
     """Attention ``[tokens, heads, value_dim]`` of ``query`` ``[tokens, heads, dim]`` over ``keys`` and ``values``
-    ``[blocks, block_tokens, kv_heads, dim]`` of a pool, which hold the tokens themselves already. ``offloaded``: the
-    same of host memory, for blocks that are there. ``rounded_from``: the position from which on queries in bfloat16
-    have weights that are rounded to it, which is quicker.
+    ``[blocks, block_tokens, kv_heads, dim]`` of a pool, which hold the step's tokens already. ``offloaded``: the
+    same for blocks in host memory. ``rounded_from``: from this position on, attention weights of bfloat16 queries are
+    rounded to bfloat16, which is faster.
     """
     keys_offloaded, values_offloaded = offloaded or (None, None)
     tokens, heads, width = query.shape

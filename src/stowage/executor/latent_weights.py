@@ -1,11 +1,10 @@
-"""The weights that latent attention multiplies queries and mixed latents with, by torch or as the kernels take them.
+"""The absorbed weights of multi-head latent attention (MLA), for torch or for the kernels.
 
-    kv_b_proj   (heads, nope + value, latent)   ->   for queries   (heads, latent, nope): turned, in memory of its own
-                                                     for values    (heads, value, latent): where it lies
+    kv_b_proj   (heads, nope + value, latent)   ->   for queries   (heads, latent, nope): transposed, a copy
+                                                     for values    (heads, value, latent): a view
 
-Owns when latents are expanded to keys and values, which models do in each step and attention seldom reads; what is
-turned, where it is kept from step to step: half of what ``kv_b_proj`` takes, of models whose weights stay
-where they are.
+Owns when latents are expanded to keys and values: models ask for it in each step, but attention seldom reads them. Also
+owns the transposed copies, half the size of ``kv_b_proj``, which are kept between steps if weights stay in memory.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ __all__ = ["LatentWeights", "absorbed", "expanded", "unexpanded"]
 
 
 class LatentWeights:
-    """Of one model. ``keeps``: what was turned is kept until the weight is another one, or has other numbers."""
+    """Of one model. ``keeps``: transposed copies are kept until the weight is replaced or changed in place."""
 
     def __init__(self, keeps: bool = False) -> None:
         self._keeps = keeps
         self._turned: dict[int, tuple[Tensor, tuple[int, int], Tensor]] = {}
-        """By the ``id`` of a weight: itself, so that no other one gets that; where it lies, and how often it was
-        changed; turned.
+        """By the ``id`` of a weight: the weight (so that its id is not reused), its address and version, the transposed
+        copy.
         """
 
     def of(self, module: Any, heads: int) -> tuple[Tensor, Tensor]:
-        """For the queries of ``module``, an attention, and for its values."""
+        """The weights for queries and for values of the attention ``module``."""
         own: Tensor = module.kv_b_proj.weight
         for_queries, for_values = _parts(module, own, heads)
         return self._for_queries(own, for_queries), for_values
 
     def stays(self, module: Any) -> bool:
-        """Whether what ``of`` gives for ``module`` is kept from step to step."""
+        """Whether the result of ``of`` for ``module`` is kept between steps."""
         return self._keeps and _is_plain(module.kv_b_proj.weight)
 
     def _for_queries(self, own: Tensor, part: Tensor) -> Tensor:
@@ -50,8 +49,8 @@ class LatentWeights:
 
 
 def absorbed(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
-    """The query as latents see it ``[tokens, heads, latent + rope]``, and what expands a mixed latent into a value
-    ``[heads, value_dim, latent]``.
+    """The absorbed query ``[tokens, heads, latent + rope]``, and the weight that expands an attention-weighted latent
+    to a value, ``[heads, value_dim, latent]``.
     """
     for_queries, for_values = _parts(module, module.kv_b_proj.weight, query.shape[1])
     nope = module.qk_nope_head_dim
@@ -60,12 +59,12 @@ def absorbed(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_plain(weight: Any) -> bool:
-    """Whether it is the model's own; others may be new in each step."""
+    """Whether it is an ordinary parameter; other tensors may be new in each step."""
     return isinstance(weight, Parameter) and not weight.is_inference()
 
 
 def unexpanded(module: Any, latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as ``module.expand_kv`` gives them, in their shapes alone: paged attention reads latents."""
+    """Placeholders with the shapes of ``module.expand_kv``'s keys and values: paged attention reads latents."""
     nope, value = module.qk_nope_head_dim, module.v_head_dim
     shape = latent.shape[0], module.kv_b_proj.out_features // (nope + value), latent.shape[2]
     one = latent[..., :1]

@@ -20,7 +20,7 @@ from stowage.executor import attention, decode_attention, kernels, paged_trial
 from stowage.executor.batch import ForwardStep, Work, build, current
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
 from stowage.executor.decode_attention import PagedKernel
-from stowage.executor.determinism.cuts import Pieces, device_rows
+from stowage.executor.determinism.pieces import Pieces, device_rows
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.determinism.slices import RowSlices
 from stowage.executor.device import paged_kernel
@@ -47,7 +47,7 @@ from stowage.weights.source import WeightSource
 class Runner:
     """Computes work on a Transformers model whose KV cache lies in ``pools``; ``attention`` is installed in it.
 
-    ``exact``: how prompts are cut so that a token's bits are its own (``determinism.cuts``), of which
+    ``exact``: how prompts are cut so that a token's bits are its own (``determinism.pieces``), of which
     ``determinism.trial`` makes sure; ``None``: bits may depend on what is computed together.
     ``weights``: what brings those of the model's weights that are not in memory for good. ``max_num_seqs``: how many
     single tokens a step has at most. ``int8``: see ``RowInvariance``.

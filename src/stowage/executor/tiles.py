@@ -3,7 +3,7 @@
 Owns the trials, and with them the decision. Tiles (AMX): kernels multiply many rows by tiles and few rows by vectors,
 and a row's bits must not depend on which of both it was (``native/kernels/tiles.h``). How a processor's tiles add up is
 in Intel's reference; that it is so is seen here, once in each process, on numbers that tell one order of sums from
-another. If one bit differs, tiles are left alone: answers are exact in another way then (``determinism.cuts``).
+another. If one bit differs, tiles are left alone: answers are exact in another way then (``determinism.pieces``).
 
 Of attention: the scores of many rows are products of pairs (AVX512_BF16) or of tiles, and must have the bits of fused
 products in float32 (``native/kernels/pair_scores.h``). If one differs, scores are computed in float32.

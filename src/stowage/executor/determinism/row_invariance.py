@@ -1,16 +1,16 @@
-"""Row invariance: forwards whose rows do not depend on one another, as a mode of torch while a model runs.
+"""Row invariance: a torch function mode in which the rows of a forward do not depend on one another.
 
-    linear layers, stacked experts    -> the kernels (``kernels``), which sum every row by itself; several layers with
-                                         the same input at once (``fused.linear``); many rows only where deterministic
+    linear layers, stacked experts    -> the kernels (``kernels``), which sum every row independently; several layers
+                                         with the same input at once (``fused.linear``); many rows only if exact
     embeddings in published formats   -> the kernels
-    functions of single numbers       -> (deterministic only) as many numbers at a time as torch computes alike
-    other products of matrices        -> (deterministic only) with rows filled up to what matrix kernels take at a time
+    elementwise functions             -> (exact only) padded to whole vectors for every thread
+    other matrix products             -> (exact only) with rows padded to the tile of matrix kernels
 
-torch computes silu, exp and the like with vector instructions, and what is left over at the end of each thread's share
-one by one, with other rounding: where a number lies decides its last bit. So numbers are filled up to whole vectors for
-every thread. Of products, MKL rounds the rows of small matrices otherwise unless they are a multiple of 4 or more than
-11 (seen with torch 2.13, float32). All else that Transformers' models do to a row (norms, softmax, sums along the row)
-was seen not to depend on other rows; ``trial`` makes sure of that with the very model.
+torch computes silu, exp and the like with vector instructions, and the remainder at the end of each thread's share one
+by one, with other rounding: an element's index decides its last bit. So tensors are padded to whole vectors for every
+thread. MKL rounds the rows of small matrices differently unless their number is a multiple of 4 or more than 11 (torch
+2.13, float32). Everything else that Transformers' models do to a row (norms, softmax, sums along the row) did not
+depend on other rows when observed; ``trial`` checks that with the model itself.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from stowage.executor.fused import experts
 from stowage.executor.fused.linear import FusedLinear
 from stowage.weights.quantized.blocks import BlockMatrix, BlockRows, joined
 from stowage.weights.quantized.codes import PackedMatrix
-from stowage.weights.quantized.stacks import BlockStack, Run, of_each, one_by_one, stacked_linear
+from stowage.weights.quantized.stacks import BlockStack, Run, multiply_experts, one_by_one, stacked_linear
 
 _GRAIN = 32768
-"""Numbers that torch gives a thread at least (``at::internal::GRAIN_SIZE``)."""
+"""Elements that torch gives a thread at least (``at::internal::GRAIN_SIZE``)."""
 _VECTORS = 256
-"""Of this many numbers every instruction set makes whole steps: four vectors of 512 bits, of bfloat16 twice as many."""
+"""A multiple of every instruction set's step: four vectors of 512 bits, with twice as many elements of bfloat16."""
 
 _NAMES = (
     "exp exp2 expm1 log log2 log10 log1p sigmoid tanh sinh cosh sin cos tan erf erfc erfinv rsqrt sqrt softplus silu "
@@ -43,12 +43,12 @@ _NAMES = (
 ).split()
 PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__)
 _ROWS = 16
-_MARK = "takes_whole_vectors"
+_MARK = "is_elementwise"
 
 
 class RowInvariance(TorchFunctionMode):
-    """``exact``: also functions of single numbers. ``int8``: what matrices of whole numbers are multiplied with is
-    rounded to 8 bits.
+    """``exact``: elementwise functions and other products, too. ``int8``: activations are quantized to 8 bits where
+    weights are in an integer format.
     """
 
     def __init__(self, *, linear: bool, exact: bool, int8: bool = False) -> None:
@@ -65,8 +65,8 @@ class RowInvariance(TorchFunctionMode):
                 if grouped is not None:
                     self._special[grouped] = partial(_grouped, exact, multiply)
         if exact:
-            self._special |= {function: _whole_vectors(function) for function in _functions()}
-            self._special |= {function: _filled_rows(function, int8) for function in PRODUCTS}
+            self._special |= {function: _padded_elementwise(function) for function in _functions()}
+            self._special |= {function: _with_padded_rows(function, int8) for function in PRODUCTS}
             self._special |= {function: _times(function) for function in (torch.mul, Tensor.mul, Tensor.__mul__)}
             self._special |= {torch.polar: _polar, torch.addmm: _addmm, Tensor.addmm: _addmm}
         if linear:
@@ -79,17 +79,17 @@ class RowInvariance(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def instead_of(self, function: Any) -> Callable[..., Any]:
-        """What is called when ``function`` is."""
+        """The replacement of ``function`` in this mode, or ``function`` itself."""
         if function is F.linear and F.linear in self._special:
             return self.alone
         found: Callable[..., Any] = self._special.get(function, function)
         return found
 
     def fused(self, x: Tensor, weight: Any) -> tuple[Tensor, ...]:
-        """The weights of the linear layers that are computed in one call with the one that ``weight`` belongs to, which
-        is the first; nothing where it is not known, or is no call of the kernels.
+        """The weights of the linear layers that are fused with that of ``weight``, the first of them; empty if it is
+        not fused or not computed by the kernels.
         """
-        ours = F.linear in self._special and type(weight) is Parameter and kernels.takes(x, weight)
+        ours = F.linear in self._special and type(weight) is Parameter and kernels.supports(x, weight)
         return self._fused.fused(x, weight) if ours else ()
 
     def __exit__(self, *error: Any) -> None:
@@ -102,12 +102,12 @@ class RowInvariance(TorchFunctionMode):
         return self.alone(input, weight, bias)
 
     def matrix(self, input: Tensor, weight: Any) -> kernels.Matrix | None:
-        """``weight`` as the kernels read it, where ``alone`` is one call of theirs that can be repeated."""
+        """``weight`` as the kernels read it, if ``alone`` is a single call of the kernels, which can be replayed."""
         stays = type(weight) in (Parameter, PackedMatrix, BlockMatrix)
         return _matrix(input, weight, self.exact, self._int8) if stays else None
 
     def alone(self, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        """A linear layer that is computed by itself."""
+        """A linear layer without fusion."""
         return _linear(input, weight, bias, exact=self.exact, int8=self._int8)
 
     def stacked(self, x: Tensor, module: Any, own: str, chosen: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class RowInvariance(TorchFunctionMode):
         return stacked_linear(x, module, own, chosen, self._each_run)
 
     def stacks(self, x: Tensor, module: Any, own: str) -> list[experts.Stack] | None:
-        """The stack ``own`` of experts ``module`` as the kernels read it, where ``stacked`` is done by them."""
+        """The stack ``own`` of experts ``module`` as the kernels read it, if ``stacked`` uses them."""
         stack = getattr(module, own)
         return experts.of_stack(x, stack, self._int8) if isinstance(stack, BlockStack) else None
 
@@ -124,12 +124,12 @@ class RowInvariance(TorchFunctionMode):
         if stacks is None:
             return one_by_one(x, module, own, runs, self.alone)
         outs = experts.stacked(x, stacks, runs)
-        return outs[0] if len(outs) == 1 else joined(outs, -1, getattr(module, own).how.in_turn)
+        return outs[0] if len(outs) == 1 else joined(outs, -1, getattr(module, own).how.interleaved)
 
 
 def mode_of(model: Any, *, exact: bool, int8: bool = False) -> RowInvariance | None:
-    """In which linear layers of ``model`` are computed where our kernels are quicker, or (``exact``) each row alike;
-    ``None`` where torch is to compute them. ``int8``: see ``RowInvariance``.
+    """The mode that computes ``model`` with our kernels where they are faster, or (``exact``) everywhere; ``None``:
+    torch computes everything. ``int8``: see ``RowInvariance``.
     """
     linear = kernels.wanted(model.device, model.dtype)
     return RowInvariance(linear=linear, exact=exact, int8=int8) if linear else None
@@ -147,14 +147,14 @@ def _functions() -> list[Any]:
 
 
 def _matrix(input: Tensor, weight: Any, exact: bool, int8: bool) -> kernels.Matrix | None:
-    """``weight`` as the kernels read it, where they multiply with it; if not ``exact``, only where they are quicker."""
+    """``weight`` as the kernels read it, if they are used for it: unless ``exact``, only where they are faster."""
     if int8 and isinstance(weight, PackedMatrix) and (found := kernels.int8_product(input, weight)) is not None:
         return found
     if isinstance(weight, BlockMatrix):
-        return kernels.of_blocks(weight) if kernels.takes_blocks(input, weight) else None
+        return kernels.of_blocks(weight) if kernels.supports_blocks(input, weight) else None
     if not isinstance(weight, PackedMatrix):
         ours = exact or kernels.has_few_rows(input)
-        return kernels.of_plain(weight) if ours and kernels.takes(input, weight) else None
+        return kernels.of_plain(weight) if ours and kernels.supports(input, weight) else None
     if not (exact or _quicker_packed(input)) or input.dtype not in kernels.DTYPES:
         return None
     if (parts := weight.int8_parts()) is not None:
@@ -164,14 +164,14 @@ def _matrix(input: Tensor, weight: Any, exact: bool, int8: bool) -> kernels.Matr
 
 
 def _embedding(input: Tensor, weight: Any, *rest: Any, **options: Any) -> Tensor:
-    if kernels.looks_up(input, weight):
+    if kernels.supports_lookup(input, weight):
         return kernels.look_up(input, weight)
     return F.embedding(input, weight, *rest, **options)
 
 
 def _quicker_packed(input: Tensor) -> bool:
-    """Whether packed weights are multiplied by the kernels more quickly than by torch."""
-    return kernels.has_few_rows(input) or not kernels.outdone(input.dtype)
+    """Whether the kernels multiply packed weights faster than torch."""
+    return kernels.has_few_rows(input) or not kernels.torch_is_faster(input.dtype)
 
 
 def _linear(
@@ -190,14 +190,12 @@ def _linear(
     return weight.multiply(input, bias, _linear if ours else None)
 
 
-def _filled_rows(function: Any, int8: bool = False) -> Callable[..., Any]:
-    """A product whose rows, and columns, are filled up to a multiple of what matrix kernels take at a time: tokens may
-    be either.
-    """
+def _with_padded_rows(function: Any, int8: bool = False) -> Callable[..., Any]:
+    """A product with rows and columns padded to a multiple of the tile of matrix kernels; tokens may be either."""
 
     def apply(a: Tensor, b: Tensor, **kwargs: Any) -> Any:
         if isinstance(b, BlockMatrix | BlockRows):  # experts whose inputs come first
-            return _linear(a, b.by_outputs(), int8=int8)
+            return _linear(a, b.as_linear_weight(), int8=int8)
         if a.dim() < 2 or b.dim() < 2:
             return function(a, b, **kwargs)
         rows, columns = -a.shape[-2] % _ROWS, -b.shape[-1] % _ROWS
@@ -210,11 +208,11 @@ def _filled_rows(function: Any, int8: bool = False) -> Callable[..., Any]:
     return apply
 
 
-_filled = _filled_rows(torch.mm)
+_pad_rows = _with_padded_rows(torch.mm)
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    out: Tensor = bias * beta + _filled(a, b) * alpha
+    out: Tensor = bias * beta + _pad_rows(a, b) * alpha
     return out
 
 
@@ -231,8 +229,8 @@ def _grouped(
     """``input`` ``[rows, in]``, sorted by expert, times ``weight`` ``[experts, in, out]``; ``offs``: where each
     expert's rows end.
     """
-    turned = weight.transpose(-2, -1)
-    ours = offs is not None and bias is None and out_dtype is None and kernels.takes(input, turned[0])
+    transposed = weight.transpose(-2, -1)
+    ours = offs is not None and bias is None and out_dtype is None and kernels.supports(input, transposed[0])
     if not ours and not exact:
         return torch._grouped_mm(input, weight, offs=offs, bias=bias, out_dtype=out_dtype)
     assert offs is not None and bias is None and out_dtype is None, "experts are called otherwise than they were"
@@ -241,25 +239,25 @@ def _grouped(
     for expert, end in enumerate(offs.tolist()):
         if end > begin:
             rows = input[begin:end]
-            out[begin:end] = multiply(rows, turned[expert]) if ours else _filled(rows, weight[expert])
+            out[begin:end] = multiply(rows, transposed[expert]) if ours else _pad_rows(rows, weight[expert])
             begin = end
     return out
 
 
 def _of_experts(function: Any, multiply: Callable[..., Tensor], int8: bool) -> Callable[..., Any]:
-    """A batched product, by the kernels if ``b`` is the experts of a layer, which are given all tokens each."""
+    """A batched product: by the kernels if ``b`` is a stack of experts, each of which gets all tokens."""
 
     def apply(a: Tensor, b: Any, **kwargs: Any) -> Any:
         if isinstance(b, BlockStack):
             return b.multiply_each(a, partial(_linear, int8=int8))
-        if type(b) is Parameter and not kwargs and kernels.takes(a[0], b[0].t()):
-            return of_each(a, b.shape[2], lambda rows, expert: multiply(rows, b[expert].t()))
+        if type(b) is Parameter and not kwargs and kernels.supports(a[0], b[0].t()):
+            return multiply_experts(a, b.shape[2], lambda rows, expert: multiply(rows, b[expert].t()))
         return function(a, b, **kwargs)
 
     return apply
 
 
-def _whole_vectors(function: Any) -> Callable[..., Any]:
+def _padded_elementwise(function: Any) -> Callable[..., Any]:
     def apply(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else None
         more = [*args[1:], *kwargs.values()]
@@ -278,13 +276,13 @@ def _whole_vectors(function: Any) -> Callable[..., Any]:
     return apply
 
 
-def takes_whole_vectors(function: Any) -> bool:
-    """Whether it is a function of single numbers in the mode, whose results do not depend on what lies beside them."""
+def is_elementwise(function: Any) -> bool:
+    """Whether the mode computes it as an elementwise function, so that results do not depend on other elements."""
     return _MARK in getattr(function, "__dict__", ())
 
 
 def _times(function: Any) -> Callable[..., Any]:
-    """Complex numbers one part at a time: torch has several ways, which round differently."""
+    """Complex products, real and imaginary part separately: torch has several code paths, which round differently."""
     real = torch.mul
 
     def apply(a: Any, b: Any, **kwargs: Any) -> Any:
@@ -295,7 +293,7 @@ def _times(function: Any) -> Callable[..., Any]:
     return apply
 
 
-_cos, _sin = _whole_vectors(torch.cos), _whole_vectors(torch.sin)
+_cos, _sin = _padded_elementwise(torch.cos), _padded_elementwise(torch.sin)
 
 
 def _polar(size: Tensor, angle: Tensor) -> Tensor:
@@ -303,7 +301,7 @@ def _polar(size: Tensor, angle: Tensor) -> Tensor:
 
 
 def _padded(count: int) -> int:
-    """The least number from ``count`` up of which every thread of torch gets whole vectors."""
+    """``count`` rounded up so that every torch thread gets whole vectors."""
     while True:
         threads = max(1, min(torch.get_num_threads(), -(-count // _GRAIN)))
         whole = -(-count // (threads * _VECTORS)) * threads * _VECTORS

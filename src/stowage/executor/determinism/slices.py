@@ -1,12 +1,12 @@
-"""Linear layers so many rows at a time, as a mode of torch: several pieces of a prompt are one forward, and the rows of
-each are multiplied in the shape in which they would be multiplied alone.
+"""A torch function mode that slices linear layers by rows, so that several pieces of a prompt can share one forward
+with the bits of separate ones: the rows of each piece are multiplied in the shape of a forward of its own.
 
     rows of a forward   | piece 0 (256) | piece 1 (256) | piece 2 (256) |
     a linear layer        one product     one product     one product       of 256 rows each
 
-A device's library chooses how it sums by the shape, so that is what must stay. Functions of single numbers and sums
-along a row do not care how many rows there are beyond a few, nor does a grouped product of experts; ``trial`` makes
-sure of that with the very model. A model that makes other products than these is not computed so.
+A device's library selects its summation by the shape, so the shape must stay. Elementwise functions, sums along a row
+and grouped products of experts do not depend on the number of rows beyond a few; ``trial`` checks that with the model
+itself. A model with other products is not computed like this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PRODUCTS = {*PRODUCTS, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm
 
 
 class RowSlices(TorchFunctionMode):
-    """``rows``: of a product, at most."""
+    """``rows``: of one product, at most."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Before an engine gives exact answers: are a token's bits really its own, with prompts cut in this way?
+"""Checks at start-up that a model's answers are exact, for one candidate of ``pieces``.
 
-Owns the trial. Two prompts are computed in several ways (at once, in pieces, together, one token at a time beside the
-other) and every logit must be the same to the bit. A model that fails is computed in another way.
+Two prompts are computed at once, in pieces, together, and one token at a time beside each other. Every logit must be
+the same to the bit; if not, the next candidate is tried.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stowage.core.geometry import Kind
 from stowage.errors import BudgetError, UnsupportedModelError
 from stowage.executor.batch import Work
 from stowage.executor.block_pool import BlockPool
-from stowage.executor.determinism.cuts import Pieces
+from stowage.executor.determinism.pieces import Pieces
 from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.runner import Runner
 from stowage.executor.sequence_state import SequenceState, probe_sequence, take_blocks
@@ -29,7 +29,7 @@ _WENT_WELL, _AT_ONCE = "exact", "exact, pieces at once"
 _MACHINE = f"{platform.node()}/{platform.release()}"
 _VOCAB_MAX = 32768
 _REVISION = 2
-"""Raised whenever the trial asks for more."""
+"""Version of the trial; incremented whenever it checks more."""
 _PIECES_MOST = 16
 """Of a trial prompt whose pieces are one forward."""
 _TOKENS, _SINGLES = 30, 3
@@ -39,7 +39,7 @@ _TOKENS, _SINGLES = 30, 3
 def try_rows_once(
     name: str, runner: Runner | FallbackRunner, pools: Items[BlockPool], pieces: Pieces, layout: ModelLayout, steps: int
 ) -> None:
-    """``try_rows``, unless it went well before on this machine. ``name``: of all that bits depend on (a namespace)."""
+    """``try_rows``, unless it passed before on this machine. ``name``: a namespace, of all that bits depend on."""
     known = Remembered(default_state_directory() / "exact.json")
     key = blake3(f"{_MACHINE}/{transformers.__version__}/{_REVISION}/{name}".encode()).hexdigest()
     if known.get(key) not in (_WENT_WELL, _AT_ONCE):
@@ -54,8 +54,8 @@ def try_rows_once(
 def may_take_pieces_at_once(
     runner: Runner | FallbackRunner, pools: Items[BlockPool], pieces: Pieces, layout: ModelLayout, step_tokens: int
 ) -> bool:
-    """Whether whole pieces of a prompt that are one forward (``Forwards.pieces_at_once``) give the bits that they give
-    one by one: the last token's logits and all that is stored. ``pools`` as in ``try_rows``.
+    """Whether several pieces in one forward (``Forwards.pieces_at_once``) give the same bits as one by one: the last
+    token's logits and all stored KV. ``pools`` as in ``try_rows``.
     """
     most = min(_PIECES_MOST * pieces.grid, step_tokens, layout.context_tokens, _room(pools)) // pieces.grid
     if not isinstance(runner, Runner) or not runner.can_slice or most < 2:
@@ -74,8 +74,8 @@ def may_take_pieces_at_once(
 def try_rows(
     runner: Runner | FallbackRunner, pools: Items[BlockPool], pieces: Pieces, layout: ModelLayout, step_tokens: int
 ) -> None:
-    """Raise ``UnsupportedModelError`` if the ways differ, ``BudgetError`` where there is no room to find out. ``pools``
-    must be empty, and are again afterwards.
+    """Raise ``UnsupportedModelError`` if bits differ, ``BudgetError`` if there are too few blocks for the trial.
+    ``pools`` must be empty, and are again afterwards.
     """
     begun = 0 if pieces.whole or pieces.grid >= layout.context_tokens else pieces.grid
     least = begun + 2 * _SINGLES

@@ -41,7 +41,7 @@ def of_stack(x: Tensor, stack: BlockStack, int8: bool = False) -> list[Stack] | 
         one = BlockMatrix(stack.how.spec, {part: values[0] for part, values in parts.items()}, stack.dtype)
         matrix = kernels.int8_product(x, one) if int8 else None
         if matrix is None:
-            if not kernels.takes_blocks(x, one):
+            if not kernels.supports_blocks(x, one):
                 return None
             matrix = kernels.of_blocks(one)
         each = next(iter(parts.values())), parts.get("scales"), parts.get("zeros")
@@ -55,7 +55,7 @@ def stacked(x: Tensor, stacks: Sequence[Stack], runs: Iterable[Run]) -> list[Ten
     each stack: ``[rows, outputs]`` of every stack. Every row is in a run.
     """
     form, halves = kernels.form_of(x, stacks[0].first)
-    given = kernels.as_taken(x, form).contiguous()
+    given = kernels.cast_input(x, form).contiguous()
     outs = [x.new_empty((len(x), stack.first.outputs), dtype=x.dtype if halves else torch.float32) for stack in stacks]
     inputs, group, threads = x.shape[-1], stacks[0].first.group, torch.get_num_threads()
     at, step = given.data_ptr(), given[:1].nbytes
@@ -63,6 +63,6 @@ def stacked(x: Tensor, stacks: Sequence[Stack], runs: Iterable[Run]) -> list[Ten
         each: list[int] = []
         for stack, out in zip(stacks, outs, strict=True):
             further = [expert * apart for apart in stack.apart]
-            each += kernels.words_of(stack.first, out.data_ptr() + begin * out[:1].nbytes, further)
+            each += kernels.kernel_arguments(stack.first, out.data_ptr() + begin * out[:1].nbytes, further)
         _kernel.linear(at + begin * step, end - begin, inputs, inputs, group, form, halves, threads, *each)
     return outs if halves else [out.to(x.dtype) for out in outs]

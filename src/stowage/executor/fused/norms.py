@@ -107,10 +107,10 @@ class _Norm:
         if x.dtype is not weight.dtype or x.shape[-1] != weight.shape[0] or current.get(None) is None:
             own: Tensor = self._own(x)
             return own
-        turned = not x.is_contiguous() and x.dim() == 4 and x.transpose(1, 2).is_contiguous()  # heads before tokens
-        rows = x.transpose(1, 2) if turned else x.contiguous()
+        transposed = not x.is_contiguous() and x.dim() == 4 and x.transpose(1, 2).is_contiguous()  # heads before tokens
+        rows = x.transpose(1, 2) if transposed else x.contiguous()
         out = kernels.norm(rows, weight, self._eps, self._more, rounded=self._rounded)
-        return out.transpose(1, 2) if turned else out
+        return out.transpose(1, 2) if transposed else out
 
 
 def norm_of(function: Any, args: Sequence[Any]) -> tuple[Tensor, Tensor, float, float, bool] | None:

@@ -1,6 +1,7 @@
-"""What records decode steps of one shape and replays them: lists of calls (``calls``) and graphs (``graphs``) both do.
+"""The protocol of replay backends, which record decode steps of one shape: call lists (``calls``) and CUDA graphs
+(``graphs``).
 
-Owns the protocol, the shape of a step, and the error of one that cannot be recorded. ``cache`` says when.
+Owns the protocol, the shape of a step, and the error of one that cannot be recorded. ``cache`` decides when to record.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ RecordingT = TypeVar("RecordingT")
 
 
 class CaptureError(StowageError):
-    """A step cannot be recorded: it asks a tensor for a number, waits for the device, or changes what it must not. Its
-    text says what it did. The replay cache catches it: the model computes.
+    """A step cannot be recorded: it reads a tensor's value, synchronizes with the device, or changes what it must not.
+    The text says what it did. The replay cache catches it, and the model computes.
     """
 
 
 class StepShape(NamedTuple):
-    """How many sequences, and of how many tokens at most; 0: of any number."""
+    """Number of sequences, and their most tokens; 0: any number."""
 
     sequences: int
     tokens: int = 0
@@ -36,30 +37,30 @@ class StepShape(NamedTuple):
 
 
 class ReplayBackend(Protocol[StepT_contra, RecordingT]):
-    """What records and replays steps of one model. One thread uses it."""
+    """Records and replays steps of one model. Used by one thread."""
 
     def shape(self, step: StepT_contra) -> StepShape:
-        """The least shape that has room for ``step``."""
+        """The smallest shape that fits ``step``."""
         ...
 
     def states(self, step: StepT_contra) -> Sequence[StateRows]:
-        """The recurrent states that ``step`` changes, where they lie."""
+        """The recurrent states that ``step`` changes, as views."""
         ...
 
     def record(self, shape: StepShape, step: StepT_contra) -> tuple[RecordingT, Tensor | None]:
-        """A recording for ``shape``, and the logits of ``step`` if they were computed on the way. Raises
-        ``CaptureError``, or ``torch.OutOfMemoryError``.
+        """A recording for ``shape``, and the logits of ``step`` if recording computed them. Raises ``CaptureError``, or
+        ``torch.OutOfMemoryError``.
         """
         ...
 
     def replay(self, recording: RecordingT, step: StepT_contra) -> Tensor:
-        """The logits of ``step``, which are the caller's own; states are changed where they lie."""
+        """The logits of ``step``, in new memory; states are changed in place."""
         ...
 
     def nbytes(self, recordings: Iterable[RecordingT]) -> int:
-        """Memory that ``recordings``, which are all there are, take besides the model's."""
+        """Memory of all ``recordings`` besides the model's."""
         ...
 
     def forget(self) -> None:
-        """Give the memory of every recording back; none is replayed any more."""
+        """Free the memory of every recording; none may be replayed afterwards."""
         ...

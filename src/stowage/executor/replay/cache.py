@@ -1,19 +1,19 @@
-"""Decode steps that are recorded once and replayed: the life of a shape, on every device.
+"""The replay cache: recorded decode steps by shape, on every device.
 
-A step of single tokens makes the same calls, and starts the same kernels, whatever its tokens are. So a shape, which is
-so many sequences of so many tokens at most, is recorded, and later steps of that shape are replayed:
+A decode step makes the same calls, and starts the same kernels, whatever its tokens are. So a shape (a number of
+sequences, and their most tokens) is recorded once, and later steps of that shape are replayed:
 
     seen       the model computes; after ``warm_steps`` such steps the shape is recorded
-    recorded   the next step is computed both ways, and the model's answer is given
+    recorded   the next step is computed by both, compared, and the model's answer is returned
     trusted    steps are replayed
-    refused    the model computes for good
+    refused    the model computes from now on
 
-Owns that life, its limits, and the counters. A recording is given up when its trial fails ``trials_max`` times. Where
-recordings take memory (``limit_bytes``) and one is too large, it goes with every larger shape; the others are recorded
-again. A step that cannot be recorded at all ends replay for all shapes.
+Owns these states, the limits and the counters. A recording is dropped when its trial fails ``trials_max`` times. If
+recordings exceed ``limit_bytes``, the newest is dropped with all larger shapes, and the others are recorded again. A
+step that cannot be recorded at all ends replay for all shapes.
 
-Never records or replays by itself: a ``ReplayBackend`` does, with lists of calls on a CPU (``calls.backend``) or
-graphs on a device (``graphs.backend``).
+Recording and replaying is done by a ``ReplayBackend``: call lists on a CPU (``calls.backend``), graphs on a device
+(``graphs.backend``).
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Gguf:
         """All parameters in memory, as numbers, under Transformers' names. Raises like `plan`."""
         import torch
 
-        return dict(self.plan(dtype).unpacked(self.paths, getattr(torch, dtype)))
+        return dict(self.plan(dtype).dequantized(self.paths, getattr(torch, dtype)))
 
     def finish(self, model: Any) -> Any:
         """``model``, that knows with which tokens its answers end."""

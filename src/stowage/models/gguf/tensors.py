@@ -26,7 +26,7 @@ from stowage.weights.gguf import TYPES, GgufFile, GgufTensor
 from stowage.weights.quantized.blocks import joined
 from stowage.weights.quantized.formats import BLOCKS, Spec, dequantized
 from stowage.weights.quantized.published import Kept, Part, Plan
-from stowage.weights.quantized.stacks import has_inputs_first
+from stowage.weights.quantized.stacks import has_transposed_experts
 
 __all__ = ["plan_of", "rope_factors"]
 
@@ -149,8 +149,8 @@ def _kept(
 ) -> Kept:
     """A matrix, or experts' matrices, where they lie."""
     experts, first = shape[0] if len(shape) == 3 else 0, found[0]
-    transposed = bool(experts and has_inputs_first(module))
-    in_turn = len(found) > 1 and not getattr(module, "is_concatenated", True)
+    transposed = bool(experts and has_transposed_experts(module))
+    interleaved = len(found) > 1 and not getattr(module, "is_concatenated", True)
     outputs, inputs = shape[:-3:-1] if transposed else shape[-2:]
     other = next((tensor for tensor in found if tensor.type is not first.type), None)
     if other is not None:
@@ -159,16 +159,16 @@ def _kept(
             "parameter here: give a file with both in one type."
         )
     odd = any(tensor.shape[-1] != inputs or tensor.shape[:-2] != tuple(shape[:-2]) for tensor in found)
-    if odd or sum(tensor.shape[-2] for tensor in found) != outputs or (in_turn and first.shape != found[1].shape):
+    if odd or sum(tensor.shape[-2] for tensor in found) != outputs or (interleaved and first.shape != found[1].shape):
         raise _other_models(first, path, shape)
-    if _PLAIN.get(first.type.name) is dtype and not (heads or transposed or in_turn):
+    if _PLAIN.get(first.type.name) is dtype and not (heads or transposed or interleaved):
         return Kept({"": Part(tuple(shape), dtype, tuple(_spans(found, experts)))})
-    pieces = [[tensor] for tensor in found] if in_turn else [found]
+    pieces = [[tensor] for tensor in found] if interleaved else [found]
     spec = _spec(first, outputs // len(pieces), inputs)
     ((own, kind),) = spec.tensors().values()
     parts = [Part((*shape[:-2], *own), kind, tuple(_spans(piece, experts))) for piece in pieces]
-    named = {f"{number}.": part for number, part in enumerate(parts)} if in_turn else {"": parts[0]}
-    return Kept(named, spec, experts, heads, transposed, len(pieces), in_turn)
+    named = {f"{number}.": part for number, part in enumerate(parts)} if interleaved else {"": parts[0]}
+    return Kept(named, spec, experts, heads, transposed, len(pieces), interleaved)
 
 
 def _spec(tensor: GgufTensor, outputs: int, inputs: int) -> Spec:
@@ -263,8 +263,8 @@ def _spans(found: Sequence[GgufTensor], experts: int) -> Iterator[Span]:
 
 def _values(file: GgufFile, path: str, shape: Sequence[int], found: Sequence[GgufTensor], module: Any) -> Tensor:
     """Numbers of float32: a norm, a bias, a gate, a sink."""
-    first, in_turn = found[0], not getattr(module, "is_concatenated", True)
-    numbers = joined([_numbers(tensor) for tensor in found], -1, in_turn) if len(found) > 1 else _numbers(first)
+    first, interleaved = found[0], not getattr(module, "is_concatenated", True)
+    numbers = joined([_numbers(tensor) for tensor in found], -1, interleaved) if len(found) > 1 else _numbers(first)
     if numbers.numel() != int(np.prod(shape)):
         raise CheckpointError(f"{first.name} in {first.path} is {first.shape}, and {path} would be {tuple(shape)}.")
     if adds_1(file.architecture, path):

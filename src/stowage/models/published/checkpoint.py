@@ -24,7 +24,7 @@ from stowage.models.published.names import Sources, sources_of
 from stowage.weights.checkpoint import Checkpoint, Stored, stored_in
 from stowage.weights.quantized.formats import Spec, gptq_first
 from stowage.weights.quantized.published import Kept, Part, Plan
-from stowage.weights.quantized.stacks import has_inputs_first
+from stowage.weights.quantized.stacks import has_transposed_experts
 
 __all__ = ["dtype_of", "expandable", "finish", "meta_model", "plan_of", "refuse_unsaid", "specs_of"]
 
@@ -189,7 +189,7 @@ class _Reading:
         """Where it lies; one that is small, or no matrix, or of another ``kind`` than the model is run in, as numbers.
         So are codes with scales apart whose rows are looked up: an embedding's. ``module``: whose it is.
         """
-        transposed, looked_up = has_inputs_first(module), isinstance(module, nn.Embedding)
+        transposed, looked_up = has_transposed_experts(module), isinstance(module, nn.Embedding)
         as_numbers = _AS_NUMBERS in path.split(".") or kind is not self.matrices.dtype
         if sources.experts:
             return self._experts(path, shape, sources.experts, transposed)

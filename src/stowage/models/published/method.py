@@ -19,7 +19,7 @@ from torch import nn
 
 from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.weights.quantized.formats import Spec
-from stowage.weights.quantized.stacks import has_inputs_first
+from stowage.weights.quantized.stacks import has_transposed_experts
 
 __all__ = ["METHODS", "Method", "method_of"]
 
@@ -79,7 +79,7 @@ class Method:
             if not (stacked or (base in linear and path.endswith(".weight"))) or not self._takes(base, stacked):
                 continue
             shape = tuple(parameter.shape)[-2:]
-            outputs, inputs = shape[::-1] if has_inputs_first(module) else shape
+            outputs, inputs = shape[::-1] if has_transposed_experts(module) else shape
             try:
                 spec = self._spec(outputs, inputs, dtype)
                 spec.tensors()

@@ -20,7 +20,7 @@ from stowage.engine.assembly import Parts
 from stowage.engine.capacity import Capacity
 from stowage.engine.engine import Engine
 from stowage.executor.block_pool import BlockPool, bytes_needed
-from stowage.executor.determinism.cuts import Pieces
+from stowage.executor.determinism.pieces import Pieces
 from stowage.executor.device import DeviceLink
 from stowage.models.layout import Layer, LayerTensor, ModelLayout, lay_out_groups
 from stowage.models.namespace import block_tokens_of

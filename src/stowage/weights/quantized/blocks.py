@@ -23,7 +23,7 @@ __all__ = [
     "BlockLinear",
     "BlockMatrix",
     "BlockRows",
-    "in_halves",
+    "deinterleave_heads",
     "joined",
     "parameter_names",
     "parts_of",
@@ -90,7 +90,7 @@ class BlockMatrix(PackedMatrix):
             out[..., begin:end] = product(x, self._values(begin, end, x.dtype), own)
         return out
 
-    def by_outputs(self) -> BlockMatrix:
+    def as_linear_weight(self) -> BlockMatrix:
         """See PackedMatrix."""
         return BlockMatrix(self.spec, self.parts, self.values_dtype)
 
@@ -101,14 +101,14 @@ class BlockMatrix(PackedMatrix):
         """It is in no form of ours."""
 
     @torch.no_grad()
-    def looked_up(self, ids: Tensor) -> Tensor:
+    def lookup_rows(self, ids: Tensor) -> Tensor:
         """The rows of ``ids`` (any shape): (..., inputs). Of a format of one tensor, which may have some rows only."""
         rows = self.parts[""][ids.reshape(-1)]
         values = dequantized(replace(self.spec, outputs=len(rows)), {"": rows}, self.values_dtype)
         return values.view(*ids.shape, self.spec.inputs)
 
     @torch.no_grad()
-    def unpacked(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """The weights as one tensor, new memory: for whoever does more with them than multiply."""
         whole = torch.empty(self.spec.outputs, self.spec.inputs, dtype=self.values_dtype, device=self.device)
         for begin, end in self._tiles(self.values_dtype):
@@ -125,13 +125,14 @@ class BlockMatrix(PackedMatrix):
 
 class BlockRows(PackedMatrix):
     """``matrices`` one below the other, in the place of a weight that is multiplied with: what a model has in one that
-    the checkpoint has in several, whose bytes are not one matrix. ``in_turn``: a row of each after the other instead.
+    the checkpoint has in several, whose bytes are not one matrix. ``interleaved``: a row of each after the other
+    instead.
     """
 
-    __slots__ = ("in_turn", "matrices")
+    __slots__ = ("interleaved", "matrices")
 
-    def __init__(self, matrices: Sequence[BlockMatrix], in_turn: bool = False) -> None:
-        self.matrices, self.in_turn = tuple(matrices), in_turn
+    def __init__(self, matrices: Sequence[BlockMatrix], interleaved: bool = False) -> None:
+        self.matrices, self.interleaved = tuple(matrices), interleaved
         self.values_dtype, self.transposed = matrices[0].values_dtype, matrices[0].transposed
 
     @property
@@ -152,15 +153,17 @@ class BlockRows(PackedMatrix):
 
     def joined(self, outputs: Sequence[Tensor]) -> Tensor:
         """What the whole gives, of what each matrix gave: (..., outputs)."""
-        return joined(outputs, -1, self.in_turn)
+        return joined(outputs, -1, self.interleaved)
 
-    def by_outputs(self) -> BlockRows:
+    def as_linear_weight(self) -> BlockRows:
         """See PackedMatrix."""
-        return BlockRows([matrix.by_outputs() for matrix in self.matrices], self.in_turn)
+        return BlockRows([matrix.as_linear_weight() for matrix in self.matrices], self.interleaved)
 
-    def unpacked(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """See BlockMatrix."""
-        return joined([matrix.unpacked() for matrix in self.matrices], -1 if self.transposed else 0, self.in_turn)
+        return joined(
+            [matrix.dequantized() for matrix in self.matrices], -1 if self.transposed else 0, self.interleaved
+        )
 
 
 class BlockLinear(nn.Module):
@@ -191,7 +194,7 @@ class BlockLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """As numbers, in memory of their own: for code that does more with them than a linear layer does."""
-        return in_halves(self.matrix.unpacked(), self.heads)
+        return deinterleave_heads(self.matrix.dequantized(), self.heads)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.spec.name}"
@@ -214,16 +217,16 @@ def _tile(spec: Spec, at_once: bool = False) -> int:
     return max(1, (_TILE_ELEMENTS_AT_ONCE if at_once else _TILE_ELEMENTS) // spec.inputs // together) * together
 
 
-def in_halves(values: Tensor, heads: int) -> Tensor:
+def deinterleave_heads(values: Tensor, heads: int) -> Tensor:
     """Rows (outputs, inputs) of ``heads`` whose halves were interleaved, one half after the other. 0: as they are."""
     if not heads:
         return values
     return values.reshape(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
 
 
-def joined(each: Sequence[Tensor], dim: int, in_turn: bool = False) -> Tensor:
-    """Tensors alike, one after the other along ``dim`` or (``in_turn``) one element of each after the other."""
-    if not in_turn:
+def joined(each: Sequence[Tensor], dim: int, interleaved: bool = False) -> Tensor:
+    """Tensors alike, one after the other along ``dim`` or (``interleaved``) one element of each after the other."""
+    if not interleaved:
         return torch.cat(list(each), dim=dim)
     dim %= each[0].dim()
     return torch.stack(list(each), dim=dim + 1).flatten(dim, dim + 1)

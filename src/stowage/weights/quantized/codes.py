@@ -1,17 +1,16 @@
-"""Matrices in fewer bits: what the bytes are, how a matrix becomes them, and how it is multiplied with.
+"""Our own quantized matrices, `stowage pack`: their byte layout, packing, and multiplication.
 
-int8: a scale for each output channel (float32), then one signed byte for each weight; a weight is code * scale.
-int4_32, int4_64, int4_128: for each group of so many inputs of an output channel a scale, and for each a least value
-(float16 both, all scales first), then half a byte for each weight; a weight is code * scale + least. Byte ``j`` of a
-channel has input ``j`` in its low half, and input ``j + inputs / 2`` in its high half.
-q4_0 to mxfp4_block: GGUF's formats (``formats``), which ``blocks`` computes with; here they are packed.
+int8                      float32 scale per output channel, then int8 codes; weight = code * scale
+int4_32, int4_64, int4_128  per group of 32, 64 or 128 inputs a float16 scale and a float16 minimum (all scales first),
+                          then 4-bit codes; weight = code * scale + minimum. Byte ``j`` of a channel has input ``j`` in
+                          its low nibble, and input ``j + inputs / 2`` in its high nibble
+q4_0 to mxfp4_block       GGUF's formats (``formats``), which are packed here and multiplied by ``blocks``
 
-Of int8 and int4 the codes begin at a multiple of 64 bytes; a matrix ends at one, and at a page from 64 KiB on. Scales
-come first because weights that are offloaded are bytes of ones: as a scale these are NaN, so whatever is computed with
-them is NaN too.
+Codes of int8 and int4 begin at a multiple of 64 bytes; a matrix ends at one, or at a page from 64 KiB on. Scales come
+first because an offloaded weight reads as bytes of ones: such a scale is NaN, and so is every result.
 
-A weight is never unpacked as a whole: some output channels at a time, into memory that the processor's cache holds and
-that is used again. So it takes no memory that counts, and reading bytes instead of floats pays for the unpacking.
+A weight is dequantized tile by tile (some output channels), in memory that stays in the CPU's cache and is reused. So
+it needs little extra memory, and reading fewer bytes pays for the dequantization.
 """
 
 from __future__ import annotations
@@ -162,7 +161,7 @@ class _Workspace(threading.local):
     def __init__(self) -> None:
         self._held: dict[tuple[torch.device, torch.dtype, str], Tensor] = {}
 
-    def taken(self, device: torch.device, dtype: torch.dtype, elements: int, use: str = "weights") -> Tensor:
+    def get(self, device: torch.device, dtype: torch.dtype, elements: int, use: str = "weights") -> Tensor:
         held = self._held.get((device, dtype, use))
         if held is None or held.numel() < elements:
             with torch.inference_mode(False):  # else it could not be used outside of that mode
@@ -209,7 +208,7 @@ class PackedMatrix:
     def dim(self) -> int:
         return 2
 
-    def by_outputs(self) -> PackedMatrix:
+    def as_linear_weight(self) -> PackedMatrix:
         """The same for a linear layer, whatever the module takes it for."""
         return PackedMatrix(self.form, self.packed, self.values_dtype)
 
@@ -238,17 +237,17 @@ class PackedMatrix:
             out += bias
         return out.view(*x.shape[:-1], form.outputs)
 
-    def looked_up(self, ids: Tensor) -> Tensor:
+    def lookup_rows(self, ids: Tensor) -> Tensor:
         """The rows of ``ids`` (any shape): (..., inputs)."""
         form, rows = self.form, ids.reshape(-1)
         if form.name != "int8" or self.transposed:
-            return self.unpacked()[ids]
+            return self.dequantized()[ids]
         codes = self.packed[form.codes_at :][: form.outputs * form.inputs].reshape(form.outputs, -1)[rows]
         scales = self.packed[: form.scales_bytes].reshape(form.outputs, 4)[rows].view(torch.float32)
         return (codes.view(torch.int8) * scales).to(self.values_dtype).view(*ids.shape, form.inputs)
 
     @torch.no_grad()
-    def unpacked(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """The weights as one tensor, new memory: for whoever does more with them than multiply."""
         form = self.form
         whole = torch.empty(form.outputs, form.inputs, dtype=self.values_dtype, device=self.packed.device)
@@ -269,9 +268,9 @@ class PackedMatrix:
             if function in _PRODUCTS and args[1].transposed:
                 return args[1].multiply(args[0])
             if function is torch.nn.functional.embedding:
-                return args[1].looked_up(args[0])
-        given = [a.unpacked() if isinstance(a, cls) else a for a in args]
-        return function(*given, **{k: v.unpacked() if isinstance(v, cls) else v for k, v in kwargs.items()})
+                return args[1].lookup_rows(args[0])
+        given = [a.dequantized() if isinstance(a, cls) else a for a in args]
+        return function(*given, **{k: v.dequantized() if isinstance(v, cls) else v for k, v in kwargs.items()})
 
     def int8_parts(self) -> tuple[Tensor, Tensor] | None:
         """Codes (outputs, inputs) and scales (outputs,) where they lie, for whoever multiplies with them as they are;
@@ -306,7 +305,7 @@ class PackedMatrix:
         """
         form, count = self.form, end - begin
         raw = self.packed[form.codes_at + begin * form.row_bytes :][: count * form.row_bytes]
-        tile = _workspace.taken(raw.device, dtype, count * form.inputs).view(count, form.inputs)
+        tile = _workspace.get(raw.device, dtype, count * form.inputs).view(count, form.inputs)
         if form.name == "int8":
             tile.copy_(raw.view(torch.int8).reshape(count, form.inputs))
             return tile, self.packed[4 * begin : 4 * end].contiguous().view(torch.float32).to(dtype)
@@ -321,7 +320,7 @@ class PackedMatrix:
 
     def _unpack_halves(self, raw: Tensor, tile: Tensor) -> None:
         half = self.form.row_bytes
-        bits = _workspace.taken(raw.device, torch.uint8, raw.numel(), "halves").view(raw.shape)
+        bits = _workspace.get(raw.device, torch.uint8, raw.numel(), "halves").view(raw.shape)
         torch.bitwise_and(raw, 15, out=bits)
         tile[:, :half].copy_(bits)
         torch.bitwise_right_shift(raw, 4, out=bits)

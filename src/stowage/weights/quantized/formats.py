@@ -46,8 +46,8 @@ __all__ = [
     "BlockFormat",
     "Spec",
     "Unpacker",
-    "by_torch",
     "dequantized",
+    "dequantized_by_torch",
     "first_outputs",
     "gptq_first",
     "outputs_of",
@@ -196,7 +196,7 @@ class Spec:
 
 
 class Unpacker(Protocol):
-    """Does what ``by_torch`` does, to the bit, on devices of its own."""
+    """Does what ``dequantized_by_torch`` does, to the bit, on devices of its own."""
 
     def takes(self, spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
         """Whether it can do it."""
@@ -227,10 +227,10 @@ def dequantized(spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype = to
     """
     if unpacks_at_once(spec, parts, dtype):
         return _unpackers[next(iter(parts.values())).device.type](spec, parts, dtype)
-    return by_torch(spec, parts, dtype)
+    return dequantized_by_torch(spec, parts, dtype)
 
 
-def by_torch(spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantized_by_torch(spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
     """See ``dequantized``: the reference."""
     whole = _MEANINGS[spec.name](spec, parts) if spec.name not in BLOCKS else _of_blocks(spec, parts[""])
     return whole.reshape(spec.outputs, spec.inputs).to(dtype).contiguous()

@@ -80,7 +80,7 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Unpacked, in memory of its own: for code that does more with it than a linear layer does."""
-        return self.matrix.unpacked()
+        return self.matrix.dequantized()
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, form={self.form.name}"

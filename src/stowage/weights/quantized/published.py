@@ -22,7 +22,7 @@ from stowage.weights.checkpoint import Checkpoint, Span, read_segments
 from stowage.weights.grouping import looks_up
 from stowage.weights.offloaded_parameter import nan_placeholder
 from stowage.weights.quantized import quantizer
-from stowage.weights.quantized.blocks import in_halves, joined, parameter_names, put_linear, put_matrix
+from stowage.weights.quantized.blocks import deinterleave_heads, joined, parameter_names, put_linear, put_matrix
 from stowage.weights.quantized.formats import Spec, dequantized
 from stowage.weights.quantized.stacks import Stacking, put_stacks
 from stowage.weights.resident import ResidentMemory
@@ -54,8 +54,8 @@ class Kept:
     """A parameter that lies in files as it is computed with: one part that is called "", of plain numbers or, where
     there is a ``spec``, the parts of that. ``experts``: how many matrices of ``spec``, 0 for one. ``heads``: of whose
     rows the rotated halves are interleaved. ``transposed``: experts that the model takes for (inputs, outputs).
-    ``pieces``: matrices of ``spec`` that one expert's is made of, one below the other or (``in_turn``) a row of each
-    after the other; their parts are called ``0.…``.
+    ``pieces``: matrices of ``spec`` that one expert's is made of, one below the other or (``interleaved``) a row of
+    each after the other; their parts are called ``0.…``.
     """
 
     parts: Mapping[str, Part]
@@ -64,7 +64,7 @@ class Kept:
     heads: int = 0
     transposed: bool = False
     pieces: int = 1
-    in_turn: bool = False
+    interleaved: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,7 @@ class Kept:
         if self.spec is None:
             return parts[""].to(dtype)
         if not self.experts:
-            return in_halves(dequantized(self.spec, parts, dtype), self.heads)
+            return deinterleave_heads(dequantized(self.spec, parts, dtype), self.heads)
         each = ({name: part[expert] for name, part in parts.items()} for expert in range(self.experts))
         whole = torch.stack([self._expert(self.spec, one, dtype) for one in each])
         return whole.transpose(1, 2).contiguous() if self.transposed else whole
@@ -106,7 +106,7 @@ class Kept:
         if self.pieces == 1:
             return dequantized(spec, parts, dtype)
         each = [{part: parts[f"{number}.{part}"] for part in spec.tensors()} for number in range(self.pieces)]
-        return joined([dequantized(spec, one, dtype) for one in each], 0, self.in_turn)
+        return joined([dequantized(spec, one, dtype) for one in each], 0, self.interleaved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Plan:
         """By names in the model that is built."""
         return {name: part.spans for name, part in self.tensors().items()}
 
-    def unpacked(self, files: Sequence[Path], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def dequantized(self, files: Sequence[Path], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All parameters as numbers of ``dtype``, under Transformers' names. Raises CheckpointError."""
         checkpoint = Checkpoint(files)
         try:
@@ -142,7 +142,7 @@ class Plan:
         for path, values in self.values.items():
             matrix = self.kept.get(f"{path.removesuffix('bias')}weight")
             if path.endswith(".bias") and matrix is not None:  # of outputs, which lie as the rows do
-                values = in_halves(values[:, None], matrix.heads)[:, 0]
+                values = deinterleave_heads(values[:, None], matrix.heads)[:, 0]
             yield path, values
 
     def state(self) -> dict[str, Tensor]:
@@ -191,7 +191,7 @@ def replace(model: Any, plan: Plan, dtype: torch.dtype) -> None:
         module: Any = model.get_submodule(parent)
         assert kept.spec is not None
         if kept.experts:
-            stacks.setdefault(parent, {})[own] = Stacking(kept.spec, kept.transposed, kept.pieces, kept.in_turn)
+            stacks.setdefault(parent, {})[own] = Stacking(kept.spec, kept.transposed, kept.pieces, kept.interleaved)
         elif type(module) is nn.Linear:
             put_linear(model, parent, kept.spec, dtype, kept.heads)
         else:

@@ -1,9 +1,9 @@
 """Stacked experts in the format in which they were published, and how a module computes with those that are chosen.
 
     few tokens    the rows of each expert by its own matrix, all in one call (``stacked_linear``), which can be recorded
-    many tokens   one expert after the other, so that no more than its own rows are widened at a time
+    many tokens   one expert after the other, so that no more than its own rows are up_projection at a time
     Llama 4       Transformers' own forward gives every expert all tokens, those that did not choose it as zeros: such
-                  rows are not multiplied (``of_each``)
+                  rows are not multiplied (``multiply_experts``)
 
 Either way a token's experts are added up as Transformers' grouped products do it, and where experts come one by one
 (``arriving``), those that are there are computed with first.
@@ -31,14 +31,14 @@ __all__ = [
     "Stacking",
     "computes_one_by_one",
     "has_grouped_products",
-    "has_inputs_first",
-    "of_each",
+    "has_transposed_experts",
+    "multiply_experts",
     "one_by_one",
     "projected",
     "put_stacks",
     "stacked_linear",
+    "up_projection",
     "weight_of",
-    "widened",
 ]
 
 DOWN: Final = "down_proj"
@@ -51,14 +51,14 @@ _ROWS_FEW: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
-    """How a stack of experts is kept: in ``pieces`` of ``spec`` each, one below the other or (``in_turn``) a row of
+    """How a stack of experts is kept: in ``pieces`` of ``spec`` each, one below the other or (``interleaved``) a row of
     each after the other; ``transposed``: whether the module takes a matrix for (inputs, outputs).
     """
 
     spec: Spec
     transposed: bool = False
     pieces: int = 1
-    in_turn: bool = False
+    interleaved: bool = False
 
 
 class BlockStack:
@@ -75,7 +75,7 @@ class BlockStack:
         number = int(expert)
         own = [{part: values[number] for part, values in parts.items()} for parts in self.pieces]
         matrices = [BlockMatrix(self.how.spec, parts, self.dtype, self.how.transposed) for parts in own]
-        return matrices[0] if len(matrices) == 1 else BlockRows(matrices, self.how.in_turn)
+        return matrices[0] if len(matrices) == 1 else BlockRows(matrices, self.how.interleaved)
 
     @property
     def shape(self) -> torch.Size:
@@ -89,16 +89,16 @@ class BlockStack:
         return args[1].multiply_each(args[0], expert_linear)
 
     def multiply_each(self, x: Tensor, linear: Callable[..., Tensor]) -> Tensor:
-        """``of_each`` with these matrices, each by ``linear``."""
-        return of_each(x, self.shape[2], lambda rows, expert: linear(rows, self[expert].by_outputs()))
+        """``multiply_experts`` with these matrices, each by ``linear``."""
+        return multiply_experts(x, self.shape[2], lambda rows, expert: linear(rows, self[expert].as_linear_weight()))
 
 
-def has_inputs_first(module: Any) -> bool:
+def has_transposed_experts(module: Any) -> bool:
     """Whether experts ``module`` take a matrix for (inputs, outputs). Llama 4's do, and do not say so."""
     return bool(getattr(module, "is_transposed", type(module).__name__ == "Llama4TextExperts"))
 
 
-def of_each(x: Tensor, outputs: int, multiply: Callable[[Tensor, int], Tensor]) -> Tensor:
+def multiply_experts(x: Tensor, outputs: int, multiply: Callable[[Tensor, int], Tensor]) -> Tensor:
     """``x`` (experts, tokens, inputs), of each expert its rows by ``multiply(rows, expert)``: (experts, tokens,
     ``outputs``). Rows of zeros, of tokens that did not choose the expert, give zeros, and are not multiplied.
     """
@@ -182,7 +182,7 @@ def _of_many(module: Any, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
     out = hidden_states.new_zeros(len(chosen), hidden_states.shape[-1])
     for expert in _in_turn(module, {e for e in chosen.tolist() if 0 <= e < module.num_experts}):
         rows = (chosen == expert).nonzero()[:, 0]
-        wide = widened(module, expert, hidden_states[rows // top_k_index.shape[-1]])
+        wide = up_projection(module, expert, hidden_states[rows // top_k_index.shape[-1]])
         out[rows] = projected(module, DOWN, expert, wide)
     return out
 
@@ -248,7 +248,7 @@ def _in_turn(module: Any, experts: Iterable[int]) -> Iterable[int]:
     return module.arriving(ordered) if hasattr(module, "arriving") else ordered
 
 
-def widened(module: Any, expert: int, x: Tensor) -> Tensor:
+def up_projection(module: Any, expert: int, x: Tensor) -> Tensor:
     """What one of the experts ``module`` makes of ``x`` (tokens, inputs) before its last product."""
     return _gated(module, projected(module, _first(module), expert, x))
 
@@ -273,5 +273,5 @@ def weight_of(module: Any, own: str, expert: int) -> Any:
     """The matrix of one expert of the stack ``own``, as a linear layer has it, for which there are kernels."""
     weight = getattr(module, own)[expert]
     if isinstance(weight, PackedMatrix):
-        return weight.by_outputs()
+        return weight.as_linear_weight()
     return weight.t() if module.is_transposed else weight

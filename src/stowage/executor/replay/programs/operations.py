@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from stowage.executor import kernels
-from stowage.executor.determinism.row_invariance import RowInvariance, takes_whole_vectors
+from stowage.executor.determinism.row_invariance import RowInvariance, is_elementwise
 from stowage.executor.fused.norms import norm_of
 from stowage.executor.fused.rotary import Rotary
 from stowage.executor.replay.backend import CaptureError
@@ -119,7 +119,7 @@ def _taken(buffers: Buffers, call: WrittenCall, found: Any) -> list[Operation]:
         return [_repeated(buffers, args[0], args[1], found)]
     if call.name == "sum" and len(args) == 1 and keywords == {"dim": 1}:
         return _added(buffers, args[0], found)
-    if takes_whole_vectors(function) or (call.name in _CLAMPS and not has_tensor(keywords)):
+    if is_elementwise(function) or (call.name in _CLAMPS and not has_tensor(keywords)):
         return [_looked_up(buffers, call.function, args, found)]
     raise NotTaken
 
@@ -250,9 +250,9 @@ def _stacked(buffers: Buffers, function: Any, args: list[Any], out: Tensor) -> l
     check(halves or x.dtype is torch.float32)
     rows, inputs = x.shape
     wide = [stack.first.outputs for stack in stacks]
-    in_turn = len(stacks) > 1 and stack.how.in_turn
+    interleaved = len(stacks) > 1 and stack.how.interleaved
     begin = buffers.made(out)
-    if in_turn:
+    if interleaved:
         ends = [buffers.temporary(rows * outputs * out.element_size()) for outputs in wide]
     else:
         at = [sum(wide[:number]) * out.element_size() for number in range(len(wide))]
@@ -261,9 +261,9 @@ def _stacked(buffers: Buffers, function: Any, args: list[Any], out: Tensor) -> l
     words: list[int | Address] = [STACKED, module.num_experts, buffers.address_of(chosen)]
     words += _layers(buffers, common, [stack.first for stack in stacks], ends)
     for stack, outputs in zip(stacks, wide, strict=True):
-        words += [(outputs if in_turn else sum(wide)) * out.element_size(), *stack.apart]
+        words += [(outputs if interleaved else sum(wide)) * out.element_size(), *stack.apart]
     done = [Operation(tuple(words))]
-    for number, end in enumerate(ends if in_turn else ()):
+    for number, end in enumerate(ends if interleaved else ()):
         there = out[:, number :: len(ends)]
         done.append(pointwise(there.shape, COPY, new(buffers, there), Side(end, out.dtype, whole(there.shape))))
     if module.has_bias:

@@ -1,16 +1,14 @@
-"""How prompts are cut so that a token's bits are its own: the ways to exact answers, the best one first.
+"""Chunked prefill with exact answers: where prompts may be cut so that a token's bits never depend on the batch.
 
-    by rows       kernels compute every row by itself (``row_invariance``): a prompt may be cut anywhere, and generated
-                  tokens are a prompt's. Recurrent layers too, where the kernels compute them (``recurrent_layers``);
-                  where torch does, prompts are cut at multiples of the scan's own chunk
+    by rows       kernels compute every row independently (``row_invariance``): a prompt may be cut anywhere, and
+                  generated tokens are computed like a prompt's. Recurrent layers too, if the kernels compute them
+                  (``recurrent_layers``); if torch does, prompts are cut at multiples of the scan's own chunk
     by pieces     each piece of a prompt is a forward of its own, of the same tokens at the same positions: the same
-                  shapes give the same bits, whatever computes them. Generated tokens are computed one by one, and are
-                  not shared: a later prompt that contains them computes them in pieces. Where there are kernels, single
-                  tokens of many sequences are one forward; on a GPU too, of always so many rows (``device_rows``); else
-                  each is one
+                  shapes give the same bits. Generated tokens are computed one by one, and are not shared: a later
+                  prompt that contains them computes them in pieces. With kernels, single tokens of many sequences are
+                  one forward; on a GPU too, padded to a fixed number of rows (``device_rows``); else each is one
 
-A model whose layers continue from a state with single tokens only is computed token by token throughout. It has one
-computation, so nothing is asked of it either.
+A model whose layers can continue from a state only with single tokens is computed token by token throughout.
 """
 
 from __future__ import annotations
@@ -34,23 +32,23 @@ from stowage.weights.quantized.modules import has_packed_experts
 from stowage.weights.quantized.stacks import has_grouped_products
 
 SCAN_TOKENS = 64
-"""Of a gated delta rule's chunks in Transformers, which no config states."""
+"""Chunk size of Transformers' gated delta rule, which no config states."""
 PIECE_TOKENS = 64
-"""Of a prompt, that are computed by themselves without kernels: fewer are slow, more are shared less often."""
+"""Size of a piece without kernels: smaller ones are slow, larger ones are shared less often."""
 TILE_PIECE_TOKENS = 256
-"""The same where torch multiplies whole tiles of bfloat16 and the kernels do not: that takes many rows to be quick."""
+"""Size of a piece where torch uses bfloat16 tiles (AMX) and the kernels do not: tiles need many rows to be fast."""
 _ROWS, _ROWS_MOST = 32, 256
 DEVICES = frozenset({"cuda"})
-"""Devices, besides the CPU, whose products and sums were seen to depend on shapes alone (cuBLAS on an H100: for a given
-number of rows neither on the other rows, nor on a row's place, nor on being replayed in a graph).
+"""Devices, besides the CPU, whose matrix products and sums depend on shapes alone, as observed: for a given number of
+rows, cuBLAS on an H100 depends neither on the other rows, nor on a row's index, nor on graph replay.
 """
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
 _CPU = torch.device("cpu")
 
 
 class Exactness(enum.Enum):
-    """What is asked of an engine. USUAL: exact answers where they are possible, and a warning where not. REQUIRED: it
-    does not open without. BATCH_DEPENDENT: the last bits of an answer may depend on what is computed beside it.
+    """USUAL: exact answers if possible, else a warning. REQUIRED: exact answers, else the engine does not open.
+    BATCH_DEPENDENT: the last bits of an answer may depend on the batch.
     """
 
     USUAL = "usual"
@@ -59,7 +57,7 @@ class Exactness(enum.Enum):
 
 
 def exactness_of(deterministic: bool, batch_dependent: bool) -> Exactness:
-    """What these two settings ask for. Raises ``ConfigError`` for both."""
+    """The ``Exactness`` of these two settings. Raises ``ConfigError`` if both are set."""
     if deterministic and batch_dependent:
         raise ConfigError("deterministic and batch_dependent contradict each other: give one of them, or neither.")
     if batch_dependent:
@@ -69,8 +67,8 @@ def exactness_of(deterministic: bool, batch_dependent: bool) -> Exactness:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """``grid``: pieces of prompts end at its multiples, or at the prompt's end; 1: anywhere. ``alone``: each such piece
-    is a forward of its own.
+    """How a prompt is cut. ``grid``: pieces end at its multiples, or at the prompt's end; 1: anywhere. ``alone``: each
+    piece is a forward of its own.
     """
 
     grid: int = 1
@@ -78,13 +76,13 @@ class Pieces:
 
     @property
     def whole(self) -> bool:
-        """Whether a generated token is computed like a prompt's, and may be shared like it."""
+        """Whether generated tokens are computed like a prompt's, and may be shared like them."""
         return self.grid == 1
 
     def cut(self, sequence: SequenceState, count: int) -> int:
-        """Of the next ``count`` tokens of ``sequence``, how many may be computed at once; 0: it takes more of them.
+        """How many of the next ``count`` tokens of ``sequence`` may be computed at once; 0: too few for a piece.
 
-        A single token is no scan: one that is left over at a prompt's end is always computed alone.
+        A single token left over at a prompt's end is always computed alone: it is a decode step, not a scan.
         """
         if self.whole:
             return count
@@ -96,9 +94,9 @@ class Pieces:
         return (scanned if end >= scanned else end // self.grid * self.grid) - start
 
 
-def exact_ways(model: Any) -> list[Pieces]:
-    """How prompts may be cut for exact answers, the best way first: whether a model is exact that way, the trial says.
-    Raises ``ConfigError`` on devices for which there is none.
+def exact_candidates(model: Any) -> list[Pieces]:
+    """Candidates for exact answers of ``model``, the best first; ``trial`` checks each. Raises ``ConfigError`` on
+    devices without one.
     """
     on_cpu = model.device.type == "cpu"
     if not on_cpu and model.device.type not in DEVICES:
@@ -121,23 +119,23 @@ def exact_ways(model: Any) -> list[Pieces]:
         return [Pieces(math.lcm(PIECE_TOKENS, scanned), alone=True)]
     by_pieces = Pieces(math.lcm(TILE_PIECE_TOKENS, scanned), alone=True)
     by_rows = [Pieces(1), Pieces(scanned)] if whole_prompts(model) else [Pieces(scanned)]
-    return [by_pieces, *by_rows] if kernels.outdone(model.dtype) else [*by_rows, by_pieces]
+    return [by_pieces, *by_rows] if kernels.torch_is_faster(model.dtype) else [*by_rows, by_pieces]
 
 
-def settled(way: Pieces, layout: ModelLayout) -> Pieces:
-    """``way`` as it is for a model that caches this: where there is no scan, rows may be cut anywhere; what is computed
-    token by token has one shape throughout.
+def simplified(pieces: Pieces, layout: ModelLayout) -> Pieces:
+    """``pieces`` without what a model with this cache layout does not need: no grid without a scan, or if it is
+    computed token by token anyway.
     """
     if layout.alone:
-        return way
-    if way.alone:
-        return way if layout.continues else Pieces(alone=True)
-    return way if layout.recurrent is not None and layout.continues else Pieces()
+        return pieces
+    if pieces.alone:
+        return pieces if layout.continues else Pieces(alone=True)
+    return pieces if layout.recurrent is not None and layout.continues else Pieces()
 
 
 def device_rows(max_num_seqs: int) -> int:
-    """How many single tokens are one forward on a GPU, used or not: 32, or as many as ``max_num_seqs`` needs of a power
-    of two. Filling 1 row up to 32 took an H100 2.5 % longer, up to 64 4 %, up to 256 24 %.
+    """Rows of a decode forward on a GPU, padding included: 32, or the next power of two from ``max_num_seqs`` on. On an
+    H100, padding 1 row to 32 took 2.5 % longer, to 64 4 %, to 256 24 %.
     """
     return min(_ROWS_MOST, max(_ROWS, 1 << (max_num_seqs - 1).bit_length()))
 
@@ -154,11 +152,11 @@ def no_offload_reason(model: Any) -> str:
     """Why exact answers of ``model`` exclude offloaded keys; empty: they do not."""
     if model.device.type != "cpu":
         return "a GPU sums offloaded keys in another order."
-    return lacking(model)
+    return no_kernels_reason(model)
 
 
-def lacking(model: Any) -> str:
-    """Why exact answers of ``model`` cost more than they could; empty: they do not."""
+def no_kernels_reason(model: Any) -> str:
+    """Why there are no kernels for ``model``, so that exact answers are slower; empty: there are."""
     if model.device.type != "cpu" or kernels.wanted(model.device, model.dtype) or model.config.model_type in ALONE:
         return ""
     if not kernels.is_built():
@@ -168,15 +166,19 @@ def lacking(model: Any) -> str:
     return "STOWAGE_PURE_PYTHON is set, which switches Stowage's kernels off: unset it."
 
 
-def slowed(model: Any) -> str:
-    """Why prompts of ``model`` are computed in a slower exact way than this processor allows; empty: they are not."""
-    if not kernels.TILES_REFUSED or not kernels.wanted(model.device, model.dtype) or not kernels.outdone(model.dtype):
+def slow_path_reason(model: Any) -> str:
+    """Why prefill of ``model`` does not use this processor's fastest path; empty: it does."""
+    if (
+        not kernels.TILES_REFUSED
+        or not kernels.wanted(model.device, model.dtype)
+        or not kernels.torch_is_faster(model.dtype)
+    ):
         return ""
     return f"{kernels.TILES_REFUSED}: prompts are computed by torch, in pieces of {TILE_PIECE_TOKENS} tokens."
 
 
 def exact_name(pieces: Pieces, device: torch.device = _CPU) -> str:
-    """What exact bits depend on besides the model: a cache from elsewhere, whose bits may differ, is not reused."""
+    """Everything that exact bits depend on besides the model. Part of the namespace: other bits are not reused."""
     if device.type != "cpu":
         return f"exact/{_device_name(device)}/torch/{torch.__version__}/{pieces.grid}/alone"
     torch_kernels = f"{torch.__version__}/{torch.backends.cpu.get_cpu_capability()}/{torch.get_num_threads()}"
@@ -186,7 +188,7 @@ def exact_name(pieces: Pieces, device: torch.device = _CPU) -> str:
 
 
 def _device_name(device: torch.device) -> str:
-    """Which kernels ``device`` is given."""
+    """The device and the settings that select its kernels."""
     if device.type != "cuda":
         return device.type
     matmul = torch.backends.cuda.matmul
@@ -195,7 +197,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def check_steps(pieces: Pieces, memory: Memory, context_tokens: int) -> None:
-    """Raise ``BudgetError`` where a piece of the grid may never find room in a step."""
+    """Raise ``BudgetError`` if a piece may never fit into a step."""
     least = min(pieces.grid, context_tokens) + memory.max_num_seqs
     if not pieces.whole and memory.max_num_batched_tokens < least:
         raise BudgetError(
