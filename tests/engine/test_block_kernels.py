@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +16,7 @@ from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused import experts
 from stowage.weights.quantized.blocks import BlockMatrix
-from stowage.weights.quantized.formats import BLOCKS, Spec, dequantized
+from stowage.weights.quantized.formats import BLOCKS, FORMATS, Spec, dequantized
 from stowage.weights.quantized.stacks import BlockStack, Stacking, stacked_linear
 from tests.block_formats import SPECS, parts_of
 
@@ -222,3 +225,32 @@ def test_what_is_away_or_scaled_at_odd_places_is_left_to_the_reference() -> None
     assert kernels.supports_blocks(x, BlockMatrix(whole, parts_of(whole), torch.float32))
     offloaded = {part: values[:1].expand(values.shape) for part, values in parts_of(whole).items()}
     assert not kernels.supports_blocks(x, BlockMatrix(whole, offloaded, torch.float32))
+
+
+def at_the_end_of_memory(raw: Tensor) -> Tensor:
+    """The same bytes, behind which nothing may be read."""
+    page = mmap.PAGESIZE
+    size = -(-raw.numel() // page) * page
+    memory = mmap.mmap(-1, size + page)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.data_ptr() + size), page, 0) == 0
+    found = whole[size - raw.numel() : size]
+    return found.copy_(raw.flatten()).view(raw.shape)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are protected with mprotect")
+@pytest.mark.parametrize("instructions", ["base", "avx2"], indirect=True)
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4_block", "q4_k", "q6_k"])
+def test_nothing_is_read_behind_a_matrix(instructions: None, name: str) -> None:
+    values = FORMATS[name].values
+    for inputs in (256, 1024) if values > 32 else (32, 64, 96, 160, 576, 1024 + 64):
+        for outputs in (1, 2, 5, 18):
+            spec = Spec(name, outputs, inputs)
+            raw = parts_of(spec)[""]
+            x = torch.randn(70, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+            for product in (lambda x, matrix: kernels.of_blocks(matrix), kernels.int8_product):
+                there = product(x, BlockMatrix(spec, {"": raw}, torch.bfloat16))
+                last = product(x, BlockMatrix(spec, {"": at_the_end_of_memory(raw)}, torch.bfloat16))
+                for rows in (1, 2, 4, 8, 12, 70):
+                    found = kernels.linear_of(x[:rows], last)
+                    assert torch.equal(found, kernels.linear_of(x[:rows], there)), (inputs, outputs, rows)

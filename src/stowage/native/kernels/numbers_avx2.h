@@ -55,8 +55,8 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int long_scales, int r
     return rounded ? avx2_nearest_half(code) : code;
 }
 
-/* `blocks` blocks of one output as numbers; and R rows of x times those of two outputs, whose columns of sums go on. Scales
- * are those of `avx2_ready`. */
+/* `blocks` blocks of one output as numbers; and R rows of x times groups of two outputs, and then maybe half a group, whose
+ * columns of sums go on. Scales are those of `avx2_ready`. Of half a group codes are read as of a whole one. */
 #define NUMBERS(FORMAT, format, BYTES, PER, KIND, SIZE)                                                                \
     static void avx2_fill_##format(const uint8_t *at, int64_t blocks, const float *scales, const float *more, int rounded, \
                                    float *to)                                                                          \
@@ -75,13 +75,13 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int long_scales, int r
         }                                                                                                              \
     }
 #define DOTS(FORMAT, format, BYTES, PER, KIND, SIZE, R)                                                                \
-    static void avx2_dots_##format##R(const float *x, int64_t x_row, const uint8_t *const at[2], int64_t groups,       \
+    static void avx2_dots_##format##R(const float *x, int64_t x_row, const uint8_t *const at[2], int64_t groups, int half, \
                                       const float *const scales[4], __m256 *kept)                                      \
     {                                                                                                                  \
         __m256 sums[R][2];                                                                                             \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             sums[r][0] = kept[2 * r], sums[r][1] = kept[2 * r + 1];                                                    \
-        for (int64_t g = 0; g < groups; g++, x += DYNAMIC_GROUP) {                                                     \
+        for (int64_t g = 0; g < groups + half; g++, x += DYNAMIC_GROUP) {                                              \
             const float *rows[R];                                                                                      \
             UNROLLED for (int r = 0; r < R; r++) {                                                                     \
                 rows[r] = x + r * x_row;                                                                               \
@@ -89,6 +89,8 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int long_scales, int r
             }                                                                                                          \
             UNROLLED for (int p = 0; p < 2; p++) {                                                                     \
                 __m256i codes[2][2];                                                                                   \
+                if (p == 1 && g == groups)                                                                             \
+                    break;                                                                                             \
                 UNROLLED for (int c = 0; c < 2; c++) {                                                                 \
                     __m256i w[4];                                                                                      \
                     codes_avx2_##format(at[c] + g / PER * BYTES, PER == 1 ? 0 : (int)(g % PER), w);                    \
@@ -126,7 +128,7 @@ DYNAMIC_HERE(OF) DYNAMIC_TURNS(OF)
 
 typedef struct {
     void (*fill)(const uint8_t *, int64_t, const float *, const float *, int, float *);
-    void (*dots[3])(const float *, int64_t, const uint8_t *const *, int64_t, const float *const *, __m256 *);
+    void (*dots[3])(const float *, int64_t, const uint8_t *const *, int64_t, int, const float *const *, __m256 *);
 } Avx2Numbers;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
     [FORMAT] = {avx2_fill_##format, {avx2_dots_##format##1, avx2_dots_##format##2, avx2_dots_##format##4}},
@@ -234,33 +236,37 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
     int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH, blocks = depth / DYNAMIC_BLOCK, groups = blocks / 4;
     const Avx2Numbers *way = avx2_numbers_way(job);
     const Avx2Ways *ways = avx2_ways_of(job, 0);
+    size_t left = (size_t)(blocks % 4);
     if (depth % DYNAMIC_BLOCK != 0)
         return 0;
     const float *scales[4] = {room[0], room[1], room[2], room[3]}, *last_scales[4];
-    const uint8_t *at[2], *last_at[2] = {last[0], last[1]};
+    const uint8_t *at[2], *last_at[2];
     for (int i = 0; i < 2; i++) {
         int64_t own = n + (i < wide ? i : 0);
         if (!avx2_ready(job, own, k, blocks, room[i], room[2 + i]))
             return 0;
         at[i] = (const uint8_t *)job->w + own * job->w_row + avx2_at(job, ways, k / DYNAMIC_GROUP);
-        if (blocks % 4) {
+        last_at[i] = at[i] + groups * ways->bytes;
+        if (left && (left != 2 || own + 1 == job->outputs)) { /* else the next row's bytes are read, and not used */
             memset(last[i], 0, sizeof last[i]);
-            memcpy(last[i], at[i] + groups * ways->bytes, (size_t)(blocks % 4 * ways->bytes / 4));
+            last_at[i] = memcpy(last[i], last_at[i], left * (size_t)ways->bytes / 4);
         }
     }
+    for (int i = 0; i < 4; i++)
+        last_scales[i] = room[i] + 4 * groups;
     for (int64_t end = row + rows, step; row < end; row += step) {
         int power = end - row >= 4 ? 2 : end - row >= 2 ? 1 : 0;
         __m256 kept[8] = {{0}};
         step = 1 << power;
         const float *x = (const float *)job->x + row * job->x_row + k;
-        way->dots[power](x, job->x_row, at, groups, scales, kept);
-        if (blocks % 4) {
+        way->dots[power](x, job->x_row, at, groups, 0, scales, kept);
+        if (left == 2)
+            way->dots[power](x + groups * DYNAMIC_GROUP, job->x_row, last_at, 0, 1, last_scales, kept);
+        else if (left) {
             memset(edge, 0, sizeof edge);
             for (int64_t r = 0; r < step; r++)
-                memcpy(edge + r * DYNAMIC_GROUP, x + r * job->x_row + groups * DYNAMIC_GROUP, (size_t)(blocks % 4) * 128);
-            for (int i = 0; i < 4; i++)
-                last_scales[i] = room[i] + 4 * groups;
-            way->dots[power](edge, DYNAMIC_GROUP, last_at, 1, last_scales, kept);
+                memcpy(edge + r * DYNAMIC_GROUP, x + r * job->x_row + groups * DYNAMIC_GROUP, left * 128);
+            way->dots[power](edge, DYNAMIC_GROUP, last_at, 1, 0, last_scales, kept);
         }
         for (int64_t i = 0; i < 2 * step; i++) {
             float *to = (float *)job->y + (row + i / 2) * job->outputs + n + i % 2, sum = avx2_total(kept[i]);
