@@ -192,7 +192,7 @@ def test_arguments_between_tags_are_enforced(name: str, engine: Engine) -> None:
         state = engine.grammars.begin(wanted)
         try:
             for token in engine.tokenizer(text, add_special_tokens=False)["input_ids"]:
-                state.drawn(token)
+                state.accept(token)
         except RequestError:
             return False
         return text.endswith(form.closing or form.after)
