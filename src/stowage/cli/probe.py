@@ -21,7 +21,7 @@ def probe(
 ) -> None:
     """Measure this machine: memory, disk, and what torch computes.
 
-    Takes less than a minute. The result is remembered, and `stowage plan` uses it. What was measured while others took
+    Takes a minute or two. The result is remembered, and `stowage plan` uses it. What was measured while others took
     the cores is measured again.
     """
     from stowage.planner.probe import measure, remembered, rows
