@@ -1,7 +1,7 @@
 """Stacked experts in the format in which they were published, and how a module computes with those that are chosen.
 
     few tokens    the rows of each expert by its own matrix, all in one call (``stacked_linear``), which can be recorded
-    many tokens   one expert after the other, so that no more than its own rows are up_projection at a time
+    many tokens   one expert after the other, so that memory holds the wide activations of one only
     Llama 4       Transformers' own forward gives every expert all tokens, those that did not choose it as zeros: such
                   rows are not multiplied (``multiply_experts``)
 
