@@ -12,6 +12,10 @@ ONE_OF_EACH = frozenset(
     "jamba zaya deepseek_v32 deepseek_v4 falcon minimax recurrent_gemma rwkv xlstm doge".split()
 )
 """One for each way to compute, and for each reason to run on the fallback executor."""
+MOST_UNLIKE = tuple(
+    "llama qwen3_moe deepseek_v3 gemma2 gemma4 gpt_oss llama4 gpt2 qwen3_next nemotron_h lfm2 rwkv".split()
+)
+"""A few of them, for what takes long: the others compute more like one of these."""
 
 
 def all_of(names: Iterable[str], *marks: pytest.MarkDecorator, of: frozenset[str] = ONE_OF_EACH) -> list[object]:

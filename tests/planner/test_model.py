@@ -21,7 +21,7 @@ from stowage.planner.shapes import Kept, Model, seen_pairs
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import TABLE, TinySize
 from tests.depth import mostly_rare
-from tests.families import all_of
+from tests.families import MOST_UNLIKE, all_of
 
 EXACT = [
     "llama",
@@ -80,26 +80,7 @@ def test_every_layer_has_the_parameters_of_the_real_model(name: str) -> None:
     assert predicted(model) == parameters(config)
 
 
-@pytest.mark.parametrize(
-    "name",
-    mostly_rare(
-        all_of(TABLE),
-        [
-            "llama",
-            "qwen3_moe",
-            "deepseek_v3",
-            "gemma2",
-            "gemma4",
-            "gpt_oss",
-            "llama4",
-            "qwen3_next",
-            "nemotron_h",
-            "lfm2",
-            "gpt2",
-            "rwkv",
-        ],
-    ),
-)
+@pytest.mark.parametrize("name", mostly_rare(all_of(TABLE), MOST_UNLIKE))
 def test_parameters_and_cached_bytes_are_those_of_the_engine(name: str) -> None:
     """Of all families: every layer's rows and states, their windows and kinds; where parameters lie and what chooses
     among experts.

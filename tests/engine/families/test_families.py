@@ -15,7 +15,7 @@ from stowage.testing import tiny_models
 from tests.depth import mostly_rare
 from tests.engine.conftest import check_and_close, random_prompt
 from tests.engine.families.world import World, greedy
-from tests.families import ONE_OF_EACH, all_of
+from tests.families import MOST_UNLIKE, ONE_OF_EACH, all_of
 
 LONG = random_prompt(187)
 CUTS = (131, 75)
@@ -32,27 +32,9 @@ EXACT = ONE_OF_EACH - {*tiny_models.ALONE}
     mostly_rare(
         all_of(tiny_models.FAMILIES),
         [
-            "llama",
-            "qwen3_moe",
-            "deepseek_v3",
-            "gemma2",
-            "gemma4",
-            "gpt_oss",
-            "llama4",
-            "gpt2",
-            "bitnet",
-            "mimo_v2_flash",
-            "qwen3_next",
-            "nemotron_h",
-            "kimi_linear",
-            "bamba",
-            "falcon_h1",
-            "lfm2",
-            "mamba2",
-            "deepseek_v32",
-            "falcon",
-            "rwkv",
-            "doge",
+            *MOST_UNLIKE,
+            *("bitnet", "mimo_v2_flash", "kimi_linear", "bamba", "falcon_h1"),
+            *("mamba2", "deepseek_v32", "falcon", "doge"),
         ],
     ),
 )
