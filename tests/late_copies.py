@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stowage.errors import TransferError
-from stowage.transfer.staged import PiecePart, PlainCopies
+from stowage.transfer.staged import StagedRun, SynchronousCopies
 
 RUBBISH = 0xAB
 
@@ -57,7 +57,7 @@ class Lane:
             ticket.finish()
 
 
-class LateCopies(PlainCopies):
+class LateCopies(SynchronousCopies):
     """``violations``: what was done to host memory that copies were under way from or to. ``failing``: the numbers of
     the stores that fail, from 0.
     """
@@ -68,30 +68,30 @@ class LateCopies(PlainCopies):
         self.violations: list[str] = []
         self.failing, self.begun, self.most_bytes = set(failing), 0, 0
 
-    def out(self, piece: Tensor, host: Tensor, parts: Sequence[PiecePart]) -> Late:
-        for _, place, nbytes in parts:
+    def to_host(self, staging: Tensor, host: Tensor, runs: Sequence[StagedRun]) -> Late:
+        for _, place, nbytes in runs:
             host[place : place + nbytes] = RUBBISH
 
         def finish() -> None:
-            for begin, place, nbytes in parts:
+            for begin, place, nbytes in runs:
                 if not bool((host[place : place + nbytes] == RUBBISH).all()):
                     self.violations.append(f"{nbytes} bytes at {place} were written to while a copy was on its way")
                 if not ticket.fails:
-                    host[place : place + nbytes] = piece[begin : begin + nbytes]
+                    host[place : place + nbytes] = staging[begin : begin + nbytes]
 
         ticket = self.leaving.begin(finish)
         ticket.fails = self.begun in self.failing
-        ticket.nbytes = piece.numel()
+        ticket.nbytes = staging.numel()
         self.begun += 1
         self.most_bytes = max(self.most_bytes, sum(one.nbytes for one in self.leaving.open))
         return ticket
 
-    def bring(self, nbytes: int, host: Tensor, parts: Sequence[PiecePart]) -> tuple[Tensor, Late]:
-        piece, _ = super().bring(nbytes, host, parts)
+    def to_device(self, nbytes: int, host: Tensor, runs: Sequence[StagedRun]) -> tuple[Tensor, Late]:
+        staging, _ = super().to_device(nbytes, host, runs)
 
         def finish() -> None:
-            for begin, place, count in parts:
-                if not torch.equal(host[place : place + count], piece[begin : begin + count]):
+            for begin, place, count in runs:
+                if not torch.equal(host[place : place + count], staging[begin : begin + count]):
                     self.violations.append(f"{count} bytes at {place} changed while they were being read")
 
-        return piece, self.coming.begin(finish)
+        return staging, self.coming.begin(finish)

@@ -39,7 +39,7 @@ def opened(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(
             assembly,
             "link",
-            lambda _, arena, slabs: DeviceLink(StagedTransfer(arena, slabs, copies, piece_bytes=1 << 16)),
+            lambda _, arena, slabs: DeviceLink(StagedTransfer(arena, slabs, copies, staging_bytes=1 << 16)),
         )
         limits = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "snapshot_tokens": 128} | memory
         made.append((Engine(checkpoints(family, context_tokens), Memory(**limits)), copies))  # type: ignore[arg-type]

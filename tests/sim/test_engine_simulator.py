@@ -70,12 +70,12 @@ def callback_that_ends_the_engine(patch: pytest.MonkeyPatch) -> None:
 
 def commit_before_the_bytes(patch: pytest.MonkeyPatch) -> None:
     """Chunks are found while they are still being copied."""
-    patch.setattr(AsyncCopies, "stored", lambda self, ticket, then: then(True))
+    patch.setattr(AsyncCopies, "when_stored", lambda self, ticket, callback: callback(True))
 
 
 def slots_given_back_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AsyncCopies, "when_read", lambda self, then: then())
-    patch.setattr(AsyncCopies, "read", lambda self: None)
+    patch.setattr(AsyncCopies, "when_loaded", lambda self, callback: callback())
+    patch.setattr(AsyncCopies, "wait_for_loads", lambda self: None)
 
 
 def nan_that_is_drawn(patch: pytest.MonkeyPatch) -> None:

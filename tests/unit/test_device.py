@@ -167,7 +167,7 @@ def test_the_order_of_weights(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> 
     weights.copy([0], [(there, here)])
     assert cuda.calls[before + 1 :] == first + synchronized, "as if it had never been used"
     weights.pin(np.zeros(1, np.uint8))
-    assert weights.alone is pinned
+    assert weights.asynchronous is pinned
     monkeypatch.setattr(cuda_module, "pin", lambda memory, device: None)
     weights.pin(np.zeros(1, np.uint8))
-    assert not weights.alone, "some of the memory is not pinned: every copy is waited for"
+    assert not weights.asynchronous, "some of the memory is not pinned: every copy is waited for"

@@ -29,9 +29,9 @@ def test_a_chain_is_found_whole(count: int, reach: int, widths: tuple[int, int])
     reach = min(reach, count)
     search = Search([None] * count, widths=widths)
     asked, _ = run(search, set(range(reach)))
-    found = {place for place in asked if place < reach} | set(search.taken())
+    found = {place for place in asked if place < reach} | set(search.assumed_present())
     assert found == set(range(reach))
-    assert {place for place in asked if place >= reach} | set(search.left_out()) == set(range(reach, count))
+    assert {place for place in asked if place >= reach} | set(search.assumed_absent()) == set(range(reach, count))
     assert search.ask() == []
 
 
@@ -50,7 +50,7 @@ def test_of_snapshots_the_last_is_found(count: int, reach: int, first: int, stri
     there = set(anchors) | set(end[odd : odd + 1])
     search = Search([None] * count, first=first, stride=stride)
     asked, _ = run(search, there)
-    assert {place for place in asked if place in there} | set(search.taken()) == there
+    assert {place for place in asked if place in there} | set(search.assumed_present()) == there
 
 
 def test_a_cold_prompt_costs_eight_questions_and_one_round() -> None:
@@ -70,18 +70,18 @@ def test_what_is_known_is_not_asked() -> None:
     search = Search([True, None, None, False, None])
     assert search.ask() == [1, 2]
     search.answer([1, 2], [True, False])
-    assert search.ask() == [] and search.taken() == []
+    assert search.ask() == [] and search.assumed_present() == []
     assert Search([False, None, None]).ask() == []
-    assert Search([True, None, True]).taken() == [1]
-    assert Search([True, None, None]).taken() == [], "nothing is taken to be there after the last that is"
+    assert Search([True, None, True]).assumed_present() == [1]
+    assert Search([True, None, None]).assumed_present() == [], "nothing is assumed present after the last that is"
 
 
 def test_a_hole_ends_the_chain() -> None:
     """Only what lies before the first that is known to be absent counts."""
     search = Search([None, True, False, None, True, None])
-    assert search.taken() == [0]
-    assert search.ask() == [] and search.taken() == [0]
-    assert search.left_out() == [3, 5]
+    assert search.assumed_present() == [0]
+    assert search.ask() == [] and search.assumed_present() == [0]
+    assert search.assumed_absent() == [3, 5]
 
 
 def test_the_last_places_of_a_gap_come_first() -> None:
@@ -120,7 +120,7 @@ def test_of_windows_the_last_is_found_whole(
     there = {at for at in certain if at < parted} | last
     search = Search([None] * count, certain=Certain(tuple(sorted(certain)), window), widths=widths)
     asked, _ = run(search, there)
-    found = {place for place in asked if place in there} | set(search.taken())
+    found = {place for place in asked if place in there} | set(search.assumed_present())
     assert found <= there, "nothing is taken to be there that is not"
     assert last <= found
 

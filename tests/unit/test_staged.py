@@ -13,7 +13,7 @@ from stowage.core.geometry import Geometry, Group, Kind, SlabClass, split_arena
 from stowage.errors import TransferError
 from stowage.transfer import staged
 from stowage.transfer.cpu import CpuTransfer
-from stowage.transfer.staged import PlainCopies, StagedTransfer
+from stowage.transfer.staged import StagedTransfer, SynchronousCopies
 from tests.late_copies import RUBBISH, LateCopies
 
 BLOCK_BYTES, PER_CHUNK, ROWS = 192, 4, 17
@@ -42,14 +42,14 @@ def plan_of(rows: list[int], places: list[tuple[int, int]]) -> CopyPlan:
     st.booleans(),
 )
 def test_the_bytes_of_a_plain_copy(
-    rows: list[int], places: list[tuple[int, int]], count: int, piece_bytes: int, in_order: bool
+    rows: list[int], places: list[tuple[int, int]], count: int, staging_bytes: int, in_order: bool
 ) -> None:
     places = sorted(places[:count]) if in_order else places[:count]
     plan = plan_of(rows[:count], places)
     device = torch.randint(0, 256, (ROWS, BLOCK_BYTES), dtype=torch.uint8)
     expected, arena = arena_of(), arena_of()
     CpuTransfer(expected, SLABS).store(plan, device)
-    transfer = StagedTransfer(arena, SLABS, PlainCopies(device.device), piece_bytes=piece_bytes)
+    transfer = StagedTransfer(arena, SLABS, SynchronousCopies(device.device), staging_bytes=staging_bytes)
     assert transfer.store(plan, device) is None
     assert np.array_equal(arena, expected)
     loaded = torch.full_like(device, 99)
@@ -59,12 +59,12 @@ def test_the_bytes_of_a_plain_copy(
 
 
 def test_blocks_of_a_slot_cross_over_as_one() -> None:
-    class Counting(PlainCopies):
+    class Counting(SynchronousCopies):
         crossed: list[int] = []  # noqa: RUF012 - of this one test
 
-        def out(self, piece, host, parts):  # type: ignore[no-untyped-def]
-            self.crossed.append(len(parts))
-            return super().out(piece, host, parts)
+        def to_host(self, staging, host, runs):  # type: ignore[no-untyped-def]
+            self.crossed.append(len(runs))
+            return super().to_host(staging, host, runs)
 
     transfer = StagedTransfer(arena_of(), SLABS, Counting(torch.device("cpu")))
     places = [(slot, offset) for slot in range(3) for offset in range(PER_CHUNK)]
@@ -76,7 +76,7 @@ def test_blocks_of_a_slot_cross_over_as_one() -> None:
 def test_blocks_may_be_reused_at_once_and_slots_may_not() -> None:
     device = torch.randint(0, 256, (ROWS, BLOCK_BYTES), dtype=torch.uint8)
     before, arena, copies = device.clone(), arena_of(), LateCopies(patience=9)
-    transfer = StagedTransfer(arena, SLABS, copies, piece_bytes=BLOCK_BYTES)
+    transfer = StagedTransfer(arena, SLABS, copies, staging_bytes=BLOCK_BYTES)
     plan = plan_of([3, 1, 2], [(0, 0), (0, 1), (1, 3)])
     ticket = transfer.store(plan, device)
     device.zero_()
@@ -90,20 +90,20 @@ def test_blocks_may_be_reused_at_once_and_slots_may_not() -> None:
     assert not copies.coming.open, "closing waits for what is being read"
 
 
-def test_pieces_on_their_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged, "PIECES_BYTES_MAX", 4 * BLOCK_BYTES)
+def test_staging_buffers_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "IN_FLIGHT_BYTES_MAX", 4 * BLOCK_BYTES)
     copies = LateCopies(patience=1 << 30)
-    transfer = StagedTransfer(arena_of(), SLABS, copies, piece_bytes=BLOCK_BYTES)
+    transfer = StagedTransfer(arena_of(), SLABS, copies, staging_bytes=BLOCK_BYTES)
     device = torch.zeros((ROWS, BLOCK_BYTES), dtype=torch.uint8)
     for slot in range(4):
         transfer.store(plan_of([1, 2, 3, 4], [(slot, offset) for offset in range(PER_CHUNK)]), device)
     assert copies.begun == 16 and copies.most_bytes == 4 * BLOCK_BYTES
 
 
-@pytest.mark.parametrize("method", ["gather", "out", "bring", "scatter"])
+@pytest.mark.parametrize("method", ["gather", "to_host", "to_device", "scatter"])
 def test_an_error_of_the_device_leaves_nothing_under_way(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = LateCopies(patience=1 << 30)
-    transfer = StagedTransfer(arena_of(), SLABS, copies, piece_bytes=BLOCK_BYTES)
+    transfer = StagedTransfer(arena_of(), SLABS, copies, staging_bytes=BLOCK_BYTES)
     device = torch.zeros((ROWS, BLOCK_BYTES), dtype=torch.uint8)
     plan = plan_of([1, 2, 3], [(0, 0), (0, 1), (0, 2)])
     real, calls = getattr(copies, method), []
@@ -115,7 +115,7 @@ def test_an_error_of_the_device_leaves_nothing_under_way(method: str, monkeypatc
         return real(*args)
 
     monkeypatch.setattr(copies, method, breaks)
-    begin = transfer.store if method in ("gather", "out") else transfer.load
+    begin = transfer.store if method in ("gather", "to_host") else transfer.load
     with pytest.raises(TransferError, match="the device is lost"):
         begin(plan, device)
     assert len(calls) == 3 and not copies.leaving.open

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, IntArray, Kind, split_arena
 from stowage.native import is_built
-from stowage.transfer.cpu import SHARED_BYTES_MIN, CpuTransfer, copy_one_by_one, copy_runs
+from stowage.transfer.cpu import PARALLEL_BYTES_MIN, CpuTransfer, copy_one_by_one, copy_runs
 from tests.threads import using_threads
 
 BLOCK_BYTES, PER_CHUNK, ROWS = 192, 4, 17
@@ -62,8 +62,8 @@ def test_load_after_store_is_the_identity(data: st.DataObject) -> None:
 def test_long_runs_and_short_ones_move_whole(monkeypatch: pytest.MonkeyPatch, pure: str) -> None:
     """In Python they are copied in two ways; in C by several threads."""
     monkeypatch.setenv("STOWAGE_PURE_PYTHON", pure)
-    size = SHARED_BYTES_MIN // 4
-    slabs = split_arena(Geometry((Group(0, Kind.FULL, 16, PER_CHUNK, size),)), 4 * SHARED_BYTES_MIN)
+    size = PARALLEL_BYTES_MIN // 4
+    slabs = split_arena(Geometry((Group(0, Kind.FULL, 16, PER_CHUNK, size),)), 4 * PARALLEL_BYTES_MIN)
     arena = np.zeros(slabs[0].end_bytes, dtype=np.uint8)
     transfer = CpuTransfer(arena, slabs)
     rows = np.array([1, 2, 3, 4, 5, 6, 7, 8, 11, 9], dtype=np.int64)  # of eight and of one

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stowage.core import staging
+from stowage.core import read_buffers
 from stowage.errors import StorageError
 from stowage.native import is_built
 from stowage.weights import reader
@@ -58,8 +58,8 @@ def whole(checkpoint: Checkpoint, name: str) -> tuple[Read, bytearray]:
 def idle(readers: Readers) -> bool:
     """Whether nothing is lent and nothing waits."""
     work = readers._work
-    work.staging.check()
-    return not (work.staging._lent_bytes or work.packed or work.arrived)
+    work.read_buffers.check()
+    return not (work.read_buffers._held_bytes or work.packed or work.arrived)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -69,7 +69,7 @@ def test_every_read_gives_the_bytes_of_the_tensor(
 ) -> None:
     """However little memory lies between, and whatever is asked for beside it."""
     if staged is not None:
-        monkeypatch.setattr(staging, "STAGED_BYTES", staged)
+        monkeypatch.setattr(read_buffers, "HELD_BYTES_MAX", staged)
     checkpoint, raw = packed
     readers, chance = Readers(threads), random.Random(threads)
     asked: list[tuple[bytearray, bytes]] = []
@@ -103,7 +103,7 @@ def test_the_next_part_is_read_before_the_last_one_is_unpacked(
             real(self, *asked)
 
         monkeypatch.setattr(PackedTensor, step, told)
-    monkeypatch.setattr(staging, "STAGED_BYTES", 2 << 20)  # of parts that take 1.4 MiB: two
+    monkeypatch.setattr(read_buffers, "HELD_BYTES_MAX", 2 << 20)  # of parts that take 1.4 MiB: two
     monkeypatch.setattr(reader, "_UNPACKING", 0)
     readers = Readers(1)
     into = [bytearray(2 * NUMBERS) for _ in range(4)]
@@ -123,7 +123,7 @@ def test_a_damaged_part_costs_its_reads_and_no_others(
     with bad.path.open("r+b") as file:
         file.seek(int(bad._at[3]))
         file.write(b"\xff" * 32)
-    monkeypatch.setattr(staging, "STAGED_BYTES", 1)
+    monkeypatch.setattr(read_buffers, "HELD_BYTES_MAX", 1)
     readers = Readers(2)
     for _ in range(5):
         read, _ = whole(checkpoint, "w1")
@@ -167,7 +167,7 @@ def test_where_memory_lacks_reads_fail_and_the_next_ones_do_not(
 
     readers = Readers(2)
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "pages", refuse)
+        patch.setattr(read_buffers, "pages", refuse)
         failed = readers.start([whole(packed[0], "w0")[0], whole(packed[0], "w1")[0]])
         failed.wait(WAIT_S)
     with pytest.raises(StorageError, match="no memory"):
@@ -183,7 +183,7 @@ def test_where_memory_lacks_reads_fail_and_the_next_ones_do_not(
 def test_what_was_begun_ends_when_they_are_closed_or_dropped(
     packed: tuple[Checkpoint, dict[str, bytes]], closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "STAGED_BYTES", 1)
+    monkeypatch.setattr(read_buffers, "HELD_BYTES_MAX", 1)
     readers = Readers(3)
     asked = [whole(packed[0], name) for name in packed[1]] * 3
     ticket, threads = readers.start([read for read, _ in asked]), readers._threads

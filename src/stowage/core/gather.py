@@ -1,7 +1,7 @@
-"""What lies scattered in memory, read in one go: in C where that was built, else in Python.
+"""Reads values of many Python objects in one call: in C where that was built, else in Python.
 
-The tokens of a request and the blocks of its cache are Python's objects, made one per step between those of all other
-requests, so each is a miss of the processor's caches. The compiled code asks for the next ones while it reads one.
+The tokens of a request and the blocks of its cache are Python objects, made one per step between those of all other
+requests, so reading each is a cache miss. The compiled code prefetches the next ones while it reads one.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def attributes(items: Sequence[Any], begin: int, end: int, name: str) -> list[An
 
 
 def rows(lists: list[list[Any]], begins: list[int], width: int, name: str, without: int) -> tuple[list[int], list[int]]:
-    """An attribute, a number, of ``width`` items of each list from where it ``begins`` on: those of one list after the
-    other. Lists that end before, or where a number is ``without``, are left out: their indices.
+    """An integer attribute of ``lists[i][begins[i] : begins[i] + width]``, for all lists one after the other. Lists
+    that are too short, or in which a value equals ``without``, are left out; the second result is their indices.
     """
     found = _native.rows(lists, begins, width, name, without) if _IN_C else None
     if found is not None:

@@ -28,7 +28,7 @@ NULL_BLOCK: Final = -1
 """The block-table entry of a block that the device does not hold: never allocated, or freed already."""
 
 PAGE_BYTES: Final = 4096
-"""What slots, files and direct reads begin and end on."""
+"""Alignment of slots, files and direct reads."""
 BLOCKS_PER_CHUNK_MAX: Final = 64
 GROUPS_MAX: Final = 1 << 16
 _COMMON_PERCENT: Final = 80
@@ -50,17 +50,16 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The layers of a model that share one cache geometry.
+    """The layers of a model that share one cache geometry. Raises ConfigError for impossible values.
 
     `window`: SLIDING: a query sees itself and the `window - 1` tokens before it. CHUNKED: the attention chunk's size, a
     query at p sees [p // window * window, p]. FULL and RECURRENT: 0.
     RECURRENT: a block is one snapshot of the state and `blocks_per_chunk` is 1; chunk i is the state after exactly
-    (i + 1) * block_tokens tokens. Presence of snapshots is sparse.
-    `resume_tokens`: of FULL: boundaries lie at multiples of so many tokens, inside of blocks too. What lies in such a
-    block before the boundary is in a group of its own: a RECURRENT one that has `spared_tokens`, at whose multiples a
-    resume needs nothing of it. 0: boundaries are ends of blocks, and each needs its snapshot.
+    (i + 1) * block_tokens tokens. Snapshots are sparse: most chunks are absent.
+    `resume_tokens` (FULL only): boundaries are multiples of it, so they may lie inside a block; 0: they are block ends.
+    The tokens of such a block before the boundary are stored in a RECURRENT group of its own. That group's
+    `spared_tokens` are the full blocks' size: at its multiples a resume needs no snapshot. 0: every boundary needs one.
     `bytes_per_block` is what one block of all the group's layers takes; 0 only when the device has no blocks at all.
-    Raises ConfigError for values that cannot be.
     """
 
     index: int
@@ -173,8 +172,8 @@ def split_arena(
 
     One slab class per distinct slot size, in the order of the groups. A recurrent group has one snapshot per
     `snapshot_tokens` tokens. What rounding leaves over becomes further slots. Groups of zero bytes get zero slots.
-    `common`: nobody knows how many chunks of one group are kept for one of another, so sizes that differ by little
-    share slots of the largest of them, and eviction decides which group has how many.
+    `common`: slot sizes that differ by little share slots of the largest of them, and eviction decides how many each
+    group has: for callers that do not know how many chunks of one group are kept for one of another.
     Raises ConfigError for a missing, zero or negative host size, BudgetError when some group would have no slot.
     """
     host = _checked_host_bytes(host_bytes)
@@ -210,7 +209,7 @@ def split_arena(
 
 
 def _common_sizes(sizes: set[int]) -> dict[int, int]:
-    """For each size the one whose slots it shares: the largest that it fills to `_COMMON_PERCENT` at least."""
+    """For each slot size the one whose slots it shares: the largest that it fills to at least `_COMMON_PERCENT`."""
     found: dict[int, int] = {}
     largest = 0
     for size in sorted(sizes, reverse=True):

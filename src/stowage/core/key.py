@@ -51,7 +51,7 @@ def namespace(fields: Mapping[str, Field]) -> bytes:
 def tenant_namespace(namespace: bytes, salt: str | bytes) -> bytes:
     """The namespace of one tenant of an engine; the empty salt's is the engine's own. Text is taken as UTF-8.
 
-    Whoever does not know the salt cannot make or find a key of it. Raises ValueError for text that has no UTF-8 form.
+    Without the salt no key of the tenant can be computed. Raises ValueError for text that has no UTF-8 form.
     """
     assert len(namespace) == DIGEST_BYTES
     raw = salt.encode() if isinstance(salt, str) else salt
@@ -214,9 +214,9 @@ def _encode(value: Field) -> bytes:
 class SequenceKeys:
     """Content keys of a sequence's chunks, one chain per chunk size, extended as tokens become known.
 
-    ``lookahead``: what is cached for a token depends on so many tokens behind it too, as that of draft layers does. A
-    chunk's key then tells the tokens up to so many behind its end: the chain runs over the tokens from ``lookahead``
-    on, and those before are a medium of its first chunk.
+    ``lookahead``: the cache of a token also depends on this many tokens after it, as that of draft layers does. A
+    chunk's key then covers this many tokens after the chunk: the chain runs over the tokens from ``lookahead`` on, and
+    the first ``lookahead`` tokens enter as media of its first chunk.
     """
 
     def __init__(self, namespace: bytes, groups: Sequence[Group], lookahead: int = 0) -> None:
@@ -247,12 +247,12 @@ class SequenceKeys:
     def of(self, group: int) -> list[bytes]:
         """Keys of the complete chunks of ``group``, from chunk 0 on."""
         keys, digests = self._keys[group], self._digests_of[group]
-        if len(keys) < len(digests):  # they are made when they are asked for: of an answer that is never, as a rule
+        if len(keys) < len(digests):  # made on first use: keys of a generated answer are rarely used
             keys += group_keys(digests[len(keys) :], group)
         return keys
 
     def one_and_before(self, group: int, chunk: int) -> tuple[bytes, bytes]:
-        """The key of one chunk that is complete, and that of the chunk before it; empty before the first."""
+        """The key of one complete chunk and that of the chunk before it, empty for chunk 0."""
         digests, suffix = self._digests_of[group], self._suffixes[group]
         before = digests[chunk - 1][:-_GROUP_BYTES] + suffix if chunk else b""
         return digests[chunk][:-_GROUP_BYTES] + suffix, before

@@ -1,16 +1,16 @@
-"""A payload of floating-point numbers in fewer bytes, and back to the bit: the lossless code of KV and weights.
+"""Lossless compression ("packing") of floating-point payloads: KV chunks and weights.
 
-    packed = pack(payload, room)        what it takes there; 0: it does not pay
-    unpack(room[:packed], buffer)       the very bytes that were packed
+    packed = pack(payload, room)        bytes used in room; 0: it does not pay
+    unpack(room[:packed], buffer)       exactly the bytes that were packed
 
-Of a trained network's numbers only the exponents can be said in fewer bits: 2.5 to 2.8 instead of 8, where sign and
-mantissa are noise. Blocks of 8 KiB are coded alone: the most frequent exponents get codes of a few bits, one of which
-says that another level of codes follows. That comes within 1 % of the entropy, and is decoded by shuffles of bytes
+Of a trained network's numbers only the exponents compress, to 2.5 to 2.8 bits instead of 8; sign and mantissa are
+noise. Each block of 8 KiB is coded by itself: the most frequent exponents get codes of a few bits, and one code is the
+escape to another level of codes. The result is within 1 % of the entropy, and byte shuffles decode it
 (docs/benchmarks.md). docs/format.md, "Packed payload", is the contract.
 
-Nobody has to say what the numbers are: each block is taken as bfloat16, float16, float32 or bytes, whichever is the
-shortest. In C where that was built (`native/lossless`), else in numpy: the same bytes, a hundred times slower. So
-whoever has no C can read all, and should not pack.
+The number format need not be known: each block is coded as bfloat16, float16, float32 or bytes, whichever is shortest.
+C code does it (`native/lossless`); without it numpy makes the same bytes, a hundred times slower: good for reading, not
+for packing.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from stowage.native import is_wanted
 __all__ = ["LEAST_BYTES", "UnknownCode", "is_quick", "pack", "pack_frames", "unpack", "unpack_frames", "worth_bytes"]
 
 LEAST_BYTES: Final = 1 << 10
-"""Shorter payloads stay as they are."""
+"""Shorter payloads are not packed."""
 _SAVED: Final = 16
-"""One part in this many is what packing has to save."""
+"""Packing has to save at least one part in this many."""
 
 
 class UnknownCode(FormatError):
-    """Packed by a code of a later version: nothing that had to be damaged."""
+    """Packed by a code of a later version; the bytes need not be damaged."""
 
 
 def is_quick() -> bool:
@@ -44,13 +44,13 @@ def is_quick() -> bool:
 
 
 def worth_bytes(raw_bytes: int) -> int:
-    """The most that a payload of that length may take packed. 0: it is not worth trying."""
+    """The most bytes that a payload of `raw_bytes` may take packed; 0: it is not worth trying."""
     return raw_bytes - raw_bytes // _SAVED if raw_bytes >= LEAST_BYTES else 0
 
 
 def pack(payload: memoryview, room: memoryview) -> int:
-    """Packs into the beginning of `room`; returns the length there. 0: it is more than there is room for, and what lies
-    there now means nothing. Without the interpreter's lock.
+    """Packs into the beginning of `room` and returns the packed length; 0: `room` is too short, and its content is
+    undefined. Releases the interpreter's lock.
     """
     if is_wanted():
         return _native.pack_floats(payload, room)
@@ -62,9 +62,9 @@ def pack(payload: memoryview, room: memoryview) -> int:
 
 
 def pack_frames(payloads: list[memoryview], most: Sequence[int], step: int, room: memoryview) -> list[int]:
-    """Packs each payload into at most so many bytes (0: it is not tried), one behind the other, each from a multiple of
-    `step` on; zeros lie between them. Returns what each takes there, in whole steps; 0: it does not pay. There must be
-    room for `most`, in whole steps. Without the interpreter's lock.
+    """Packs payload i into at most `most[i]` bytes (0: it is not tried). They follow each other in `room`, padded with
+    zeros to multiples of `step`. Returns each padded length; 0: packing does not pay. `room` must hold the sum of
+    `most`, each rounded up to a multiple of `step`. Releases the interpreter's lock.
     """
     lengths = np.zeros(len(payloads), np.int64)
     if is_wanted():
@@ -81,10 +81,10 @@ def pack_frames(payloads: list[memoryview], most: Sequence[int], step: int, room
 
 
 def unpack(packed: memoryview, buffer: memoryview) -> None:
-    """Fills the buffer, whose length is that of what was packed. Less than 4 KiB may follow behind the packed bytes.
+    """Fills the buffer, whose length is the payload's. Less than 4 KiB of padding may follow the packed bytes.
 
-    Raises FormatError (UnknownCode) for what is not the packed form of a payload of that length; the buffer holds bytes
-    that may be anything then. No bytes make it read or write anywhere else.
+    Raises FormatError (UnknownCode) where `packed` is not the packed form of a payload of that length; the buffer's
+    content is undefined then. No input makes it read or write outside of its arguments.
     """
     _raise_unless_whole(_unpack(packed, buffer), buffer.nbytes)
 
@@ -94,8 +94,8 @@ def _unpack(packed: memoryview, buffer: memoryview) -> int:
 
 
 def unpack_frames(packed: memoryview, lengths: NDArray[np.int64], frame_bytes: int, buffer: memoryview) -> None:
-    """As `unpack`, of payloads that lie one behind the other. Each is one of `frame_bytes`, the last one of what is
-    left; `lengths` are theirs as they lie, and one that is as long as its bytes was not packed.
+    """As `unpack`, of payloads that follow each other. Each unpacks to `frame_bytes`, the last one to the rest of the
+    buffer. `lengths` are the stored lengths; a frame that is stored at its full length was not packed.
     """
     if is_wanted():
         _raise_unless_whole(_native.unpack_frames(packed, lengths, frame_bytes, buffer), buffer.nbytes)

@@ -1,6 +1,6 @@
-"""The lossless code in numpy, block by block: what C does (`native/lossless`), to the same bytes.
+"""The lossless code in numpy, block by block: byte for byte what the C code (`native/lossless`) does.
 
-What reads packed payloads where nothing was compiled, and the model that tests hold the C code to. Pure.
+It reads packed payloads where nothing was compiled, and tests compare the C code with it. Pure.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _NO_SHAPE: Final = _Shape([], [], 0)
 
 @dataclass(slots=True)
 class _Known:
-    """A shape that was found for one block and serves the next ones: `uses` more, while they take at most `most` bytes
-    with their header. `rest`: so many blocks are looked at singly before one serves others again.
+    """A shape that is reused for the next `uses` blocks, while each takes at most `most` bytes with its header. After a
+    block took more, the next `rest` blocks get shapes of their own before a shape is reused again.
     """
 
     shape: _Shape = _NO_SHAPE
@@ -76,14 +76,14 @@ def _plane_bytes(count: int) -> int:
 
 
 def pack(payload: bytes) -> bytes:
-    """All of it, whether it pays or not."""
+    """Packs the payload, whether that saves bytes or not."""
     known = _Known()
     blocks = [_pack_block(payload[at : at + RAW_MAX], known) for at in range(0, len(payload), RAW_MAX)]
     return _HEAD.pack(_MAGIC, _CODE, 0, len(payload)) + b"".join(blocks)
 
 
 def _shape(counts: NDArray[np.int64], n: int, extra: int) -> _Shape:
-    """The levels that take fewest bytes, of n values, with `extra` bytes beside them."""
+    """The levels that code n values in the fewest bytes; `extra` bytes are added to the shape's size."""
     order = [symbol for symbol in sorted(range(256), key=lambda symbol: (-counts[symbol], symbol)) if counts[symbol]]
     if len(order) > _FOUND_MAX:
         return _Shape([], [], n + extra)
@@ -109,14 +109,14 @@ def _shape(counts: NDArray[np.int64], n: int, extra: int) -> _Shape:
 
 
 def _sample(high: Bytes) -> tuple[Bytes, int]:
-    """A quarter of the values, groups of 64, and how many each stands for; of a short block all."""
+    """Every fourth group of 64 values, and how many values each stands for; all values of a short block."""
     if len(high) < _COUNTED_WHOLE:
         return high, 1
     return high[np.arange(len(high)) // 64 % _SAMPLED == 0], _SAMPLED
 
 
 def _choose(all_high: Bytes) -> tuple[int, _Shape]:
-    """The kind and the shape that take fewest bytes, as far as a sample tells."""
+    """The number format and the shape that take the fewest bytes, judged by a sample."""
     n = len(all_high)
     high, weight = _sample(all_high)
     kind, shape = _BFLOAT16, _shape(np.bincount(high, minlength=256) * weight, n, n)
@@ -155,7 +155,7 @@ def _pack_levels(values: Bytes, shape: _Shape) -> tuple[bytes, bytes]:
 
 
 def _coded(raw: bytes, high: Bytes, low: Bytes, kind: int, shape: _Shape) -> bytes:
-    """A block that was split, by the shape."""
+    """A block, whose high and low bytes were separated, coded by the shape."""
     before = b""
     if kind == _FLOAT32:
         before = np.frombuffer(raw, "<u2", len(raw) // 2)[::2].tobytes()
@@ -170,7 +170,7 @@ def _coded(raw: bytes, high: Bytes, low: Bytes, kind: int, shape: _Shape) -> byt
 
 
 def _coded_known(raw: bytes, high: Bytes, low: Bytes, known: _Known) -> bytes:
-    """The same by the shape that is known, or by a new one; empty where none takes fewer bytes."""
+    """As `_coded`, by the shape to be reused or by a new one; empty where no shape saves bytes."""
     if len(raw) == RAW_MAX and known.uses:
         known.uses -= 1
         coded = _coded(raw, high, low, _BFLOAT16, known.shape)
@@ -202,7 +202,7 @@ def _pack_block(raw: bytes, known: _Known) -> bytes:
 
 
 class _Body:
-    """Bytes that are taken from the front; more than there are is damage."""
+    """Reads bytes from the front; raises `_Damaged` where there are too few."""
 
     def __init__(self, data: Bytes) -> None:
         self._data = data
@@ -221,7 +221,7 @@ class _Body:
 
 
 def unpack(packed: bytes, buffer: memoryview) -> int:
-    """WHOLE, DAMAGED or UNKNOWN: as in C."""
+    """Fills the buffer; WHOLE, DAMAGED or UNKNOWN, as in C."""
     if len(packed) < _HEAD.size or packed[:4] != _MAGIC:
         return DAMAGED
     _, code, reserved, raw_bytes = _HEAD.unpack_from(packed)

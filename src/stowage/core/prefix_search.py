@@ -1,16 +1,16 @@
-"""How far a chain of keys reaches in a store that answers only for keys that it is asked about: with few questions.
+"""Finds how much of a prompt's prefix a remote store has, with few existence queries.
 
     keys      0  1  2  3  4  5  6  7  8  9 10 11      in the order of the prompt
-    round 1   +        +        -        -     -      eight evenly spaced ones
-    round 2               +  -                        between the last that is there and the first that is not
-    taken     +  +  +  +  +                           all before the last one are taken to be there too
+    round 1   +        +        -        -     -      evenly spaced keys
+    round 2               +  -                        between the last present and the first absent one
+    assumed   +  +  +  +  +                           all before the last present one are assumed present
 
-Whoever stored a chunk had stored those before it, and stores forget the old first; where that is not so, a load finds
-out. Of recurrent state only every `stride`-th snapshot is kept for certain, besides those at the ends of prompts, and
-of windows those of certain positions: the search runs over these, and asks about all that lie between the last that is
-there and the next.
+A chunk is stored after those before it, and stores evict the oldest first; where the assumption is wrong, the load
+fails for that chunk. Not every position is kept: of recurrent states every `stride`-th snapshot and those at the ends
+of prompts, of windows those at certain positions. The search runs over these "anchors", and then asks about all
+positions between the last present anchor and the next.
 
-State machine: `ask` says which positions to ask about, `answer` takes what came. No I/O, no clock.
+State machine: `ask` says which positions to ask about, `answer` takes the replies. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _PRESENT: Final = 1
 
 
 class Certain(NamedTuple):
-    """The positions, ascending, that are stored before any later one; with none all are asked about, the last first.
-    `behind`: so many up to the last of them that is there are asked about too, because a window may reach back there.
+    """Anchors of the search: positions, ascending, each of which is stored before any later one. Without any, all
+    positions are asked about, the last first. `behind`: positions before the last present anchor that are asked about
+    too, because a window may reach back there.
     """
 
     positions: tuple[int, ...] = ()
@@ -41,8 +42,9 @@ class Certain(NamedTuple):
 class Search:
     """Over the positions 0 to len(known) - 1. `known`: True, False, or None where nothing is known yet.
 
-    `first`: how many keys of the prompt come before position 0. `widths`: how many positions to ask about in the first
-    round, and in each later one; a cold prompt costs the first number. `certain`: these, not every stride-th.
+    `first`: how many keys of the prompt come before position 0. `widths`: the most positions to ask about in the first
+    round, and in each later one; a cold prompt costs the first number. `certain`: the anchors, instead of every
+    `stride`-th position.
     """
 
     __slots__ = ("_anchors", "_answers", "_asked", "_behind", "_widths")
@@ -66,7 +68,7 @@ class Search:
         self._asked = 0
 
     def ask(self) -> list[int]:
-        """The positions to ask about now, ascending; none: the search is over. All of them must be answered."""
+        """The positions to ask about now, ascending; all must be answered. Empty: the search is over."""
         width = self._widths[min(self._asked, 1)]
         self._asked += 1
         begin, end = self._reach()
@@ -79,23 +81,23 @@ class Search:
         return newest
 
     def answer(self, positions: Sequence[int], present: Sequence[bool]) -> None:
-        """What was asked about is there, or is not."""
+        """The replies for these positions."""
         self._answers[list(positions)] = present
 
-    def taken(self) -> list[int]:
-        """Indices that nobody was asked about, and that are taken to be there because a later one is."""
+    def assumed_present(self) -> list[int]:
+        """Positions that were not asked about and are assumed present, because a later one is."""
         positions: list[int] = self._unknown(self._anchors[: self._reach()[0]]).tolist()
         return positions
 
-    def left_out(self) -> list[int]:
-        """Indices that nobody was asked about, and that are taken not to be there because an earlier one is not."""
+    def assumed_absent(self) -> list[int]:
+        """Positions that were not asked about and are assumed absent, because an earlier one is."""
         end = self._reach()[1]
         first = int(self._anchors[end]) if end < len(self._anchors) else len(self._answers)
         positions: list[int] = self._unknown(np.arange(first, len(self._answers))).tolist()
         return positions
 
     def _reach(self) -> tuple[int, int]:
-        """Of the anchors: how many there are up to the last one known to be there, and the first known not to be."""
+        """Anchor counts: up to and including the last one known to be present; before the first known to be absent."""
         answers = self._answers[self._anchors]
         absent = np.flatnonzero(answers == _ABSENT)
         end = int(absent[0]) if len(absent) else len(answers)
@@ -108,7 +110,7 @@ class Search:
 
 
 def _spread(positions: IntArray, count: int) -> list[int]:
-    """At most so many of the positions, evenly spaced, the first and the last among them."""
+    """At most `count` of the positions, evenly spaced, with the first and the last."""
     if len(positions) <= count:
         chosen: list[int] = positions.tolist()
         return chosen

@@ -1,18 +1,19 @@
-"""Where a prompt that parts from a stored one can resume: the boundaries that windows and states are kept for.
+"""Resume points: the boundaries of a prompt for which windows and recurrent states are kept.
 
-Full attention needs all chunks before a boundary, so with all of them any boundary can be resumed. A window is read
-only where a prompt resumes, and a state only exactly there: kept for all boundaries they take most of a hybrid's room.
-So they are kept for points, which lie further apart the further they are from the start (`least` 128, `share` 2):
+Full attention needs all chunks before a boundary, so with all of them any boundary can be resumed. A window is needed
+only where a prompt resumes, and a state only exactly there. Kept for all boundaries they would take most of a hybrid's
+memory, so they are kept for points, whose distance grows with the position (`least` 128, `share` 2):
 
     tokens     0   128  256  384  512       768       1024                1536                2048 ...
     points         |    |    |    |         |         |                   |                   |
     distance   128                256                 512                                     1024
 
-and for those of one prompt where a later one is likely to resume: from its end on, and where it was seen to part
-from another. A prompt that parts from a stored one between two points loses what lies behind the point before: less
-than 1 / (share + 1) of what it shares, or than `least`. What a resume there needs it keeps, for the next one.
+They are also kept where a later prompt is likely to resume: from a prompt's end on (`tail`), and where it was seen to
+diverge from another (`junction`). A prompt that diverges from a stored one between two points recomputes from the point
+before: less than 1 / (share + 1) of what the two share, or less than `least`. It keeps what a resume at its own
+junction needs, for the next such prompt.
 
-Points are absolute positions that depend on nothing else, so those of prompts that begin alike are the same.
+Points are absolute positions that depend on nothing else, so prompts with a common prefix share them.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ __all__ = ["NOWHERE", "Points", "tail_of"]
 NOWHERE: Final = 1 << 62
 """The point after the last one."""
 _TEMPLATE_TOKENS: Final = 16
-"""Such as the mark that an answer begins, and that it begins with thoughts."""
+"""What a chat template may append to a prompt, such as the marks that an answer begins, and that reasoning begins."""
 
 
 def tail_of(length: int, chunk_tokens: int) -> int:
-    """Where the end of a prompt begins, from which on everything is kept: the last boundary of whole chunks of all
-    groups, `chunk_tokens` apart, behind which stand the prompt's last token and what a template may have put there.
+    """The position from which on everything of a prompt is kept: the last multiple of `chunk_tokens` (a chunk of all
+    groups) that leaves the prompt's last token, and what a template may have appended, after it.
 
-    That does not come again, and a chunk is found whole or not at all: so the next turn of a conversation resumes
-    there, or behind it where the answer is part of that turn.
+    The appended tokens are not part of the next turn of a conversation, and a chunk is found whole or not at all: so
+    the next turn resumes there, or later where the answer is part of that turn.
     """
     return max(0, length - 1 - _TEMPLATE_TOKENS) // chunk_tokens * chunk_tokens
 
@@ -83,15 +84,15 @@ class Points:
     ) -> BoolArray:
         """Which of these chunks a resume at some point needs, or at `junction`, or at a boundary from `tail` to `end`.
 
-        `tail` and `junction` are multiples of block_tokens. Of a recurrent group: the states that stand exactly there.
-        Of others all is kept from `tail` on, though a window of a single token needs nothing there.
+        `tail` and `junction` are multiples of block_tokens. Of a recurrent group: the states at exactly these
+        positions. Of other groups all is kept from `tail` on, though a window of one token needs nothing there.
         """
         numbers = np.arange(chunks.start, chunks.stop, dtype=np.int64)
         if self.everywhere or strategy.group.kind is Kind.FULL or not len(numbers):
             return np.ones(len(numbers), dtype=np.bool_)
         size = strategy.group.chunk_tokens
         assert self.least % size == 0, (self.least, size)
-        # Of the points after a chunk's first token the nearest reads farthest back, and reads to its own position.
+        # Of the points after a chunk's first token the nearest reads farthest back, and reads up to its own position.
         points, of_chunk = np.unique(self.following(numbers * size + 1), return_inverse=True)
         reads = [strategy.needed(point) if point != NOWHERE else range(0) for point in points.tolist()]
         starts = np.array([chunks.start for chunks in reads], dtype=np.int64)[of_chunk]

@@ -1,22 +1,22 @@
-"""Which windows and states of a prompt are kept, learned from what later prompts would have found of them.
+"""Decides which windows and states of a prompt are kept, learned from what earlier prompts found.
 
-Each level keeps what the one before keeps, and more:
+Each level keeps more than the one before:
 
-    0  what is read by a resume at the prompt's end    finds a prompt that is repeated, or continued from there
-    1  and at the end of everything generated          finds one that is continued behind the answer
-    2  and at the points                               finds one that parts from it anywhere
+    0  what a resume at the prompt's end needs     serves a prompt that is repeated, or continued from there
+    1  and at the end of everything generated      serves one that continues after the answer
+    2  and at the resume points                    serves one that diverges anywhere
 
-Where prompts were seen to part is kept at every level (`Points.kept`). For each prompt that arrives the learner works
-out what each level would have found of it, from the ends that it remembers and from where points lie, and what each
-level stores of it. It takes the level with the most `found - price * stored`, where `price` is the tokens that a stored
-byte has brought so far: more is kept where that brings more than what it drives out would have. Of an end that is found
-again and again the first time alone counts for the price, as what is driven out is what is used least. Prompts that
-begin alike are counted on their own when there are enough of them, the others all together.
+Where prompts were seen to diverge is kept at every level (`Points.kept`). For each arriving prompt the learner computes
+how many tokens each level would have found, from the ends that it remembers and from the points, and how many bytes
+each level stores. It takes the level with the most `found - price * stored`, where `price` is the tokens found per
+stored byte so far: more is kept where that finds more than the bytes that it evicts would have. For the price an end
+that is found repeatedly counts only once, because eviction takes what is used least. Prompts with the same first chunk
+are counted as a class of their own once there are enough of them, the others all together.
 
-At first all is kept: memory has room, and what no prompt uses is the first to go.
+At first everything is kept: memory has room, and what no prompt uses is evicted first.
 
-What is learned decides what is stored, never what may be loaded: a wrong guess is a recompute. No clock, no randomness:
-the same prompts in the same order give the same levels. Memory is bounded, by `ENDS_MAX` and `CLASSES_MAX`.
+The learner decides what is stored, never what may be loaded: a wrong guess costs a recompute. No clock, no randomness:
+the same prompts in the same order give the same levels. `ENDS_MAX` and `CLASSES_MAX` bound its memory.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ __all__ = ["Learner", "Retention"]
 ENDS_MAX: Final = 1 << 16
 CLASSES_MAX: Final = 256
 EVIDENCE: Final = 4
-"""So many prompts of which something was known decide; with fewer all is kept."""
+"""Prompts with a known prefix that it takes to decide; with fewer, everything is kept."""
 MEMORY: Final = 256
-"""After so many all counts are halved, so that what traffic was long ago does not decide."""
+"""After this many such prompts all counts are halved, so that old traffic loses weight."""
 _ENDS, _ANSWERS, _POINTS = range(3)
 _USED: Final = 4
-"""Of an end: a prompt has found it already."""
+"""Flag of an end: a prompt has found it already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """`points`: kept in the middle of a prompt. `answers`: windows and states of what is generated are kept."""
+    """`points`: what is kept within a prompt. `answers`: windows and states of generated tokens are kept."""
 
     points: Points
     answers: bool = True
@@ -65,7 +65,7 @@ class Retention:
 
     @property
     def learner(self) -> Learner | None:
-        """Who is told of prompts, and says what is kept of each."""
+        """The learner that decides per prompt, if there is one."""
         return None
 
     def kept(self, strategy: GroupStrategy, chunks: range, prompt_tokens: int, tail: int, junction: int) -> BoolArray:
@@ -73,13 +73,13 @@ class Retention:
         return self.points.kept(strategy, chunks, tail, junction, self.end(prompt_tokens))
 
     def end(self, prompt_tokens: int) -> int:
-        """Behind it nothing is kept: no resume of that prompt reaches its last token, which is always computed."""
+        """The position after which nothing is kept. The last token of a prompt is always computed."""
         return NOWHERE if self.answers else prompt_tokens - 1
 
 
 class _Tally:
-    """Of some prompts, by level: tokens that it would have found, and bytes stored. At last what tells the price: what
-    was found for the first time, and stored.
+    """Sums over some prompts: tokens found and bytes stored, one element per level. The last element is for the price:
+    tokens that were found for the first time, and bytes that were stored.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class _Tally:
         self.known = 0
 
     def add(self, found: Sequence[int], stored: Sequence[int], *, known: bool = False) -> None:
-        """A prompt; `known`: something of it was."""
+        """Count one prompt; `known`: part of it was known."""
         self.found += found
         self.stored += stored
         self.known += known
@@ -99,8 +99,8 @@ class _Tally:
 
 
 class Learner:
-    """Of the groups of `strategies`, full attention among them. `points`: of the last level. `step_tokens`: how far
-    apart recurrent states can be had. `group`: the one whose keys name prompts.
+    """Args: `points` of the last level; `strategies` of all groups, at least one of full attention; `step_tokens`, the
+    distance at which recurrent states can be taken. `group`: the group whose keys identify prompts.
     """
 
     def __init__(self, points: Points, strategies: Sequence[GroupStrategy], step_tokens: int) -> None:
@@ -131,9 +131,9 @@ class Learner:
         return self
 
     def arrived(self, keys: Sequence[bytes], tokens: int, known: int, held: int, resumed: int) -> Retention:
-        """What to keep of a prompt of so many tokens, which begins with chunks of these keys of `group`.
+        """What to keep of a new prompt of `tokens` tokens, whose first chunks have these keys of `group`.
 
-        `known`: how far full attention knows it; `held`: how much the device has; `resumed`: where it can go on.
+        In tokens: `known`: what full attention has stored; `held`: what the device holds; `resumed`: where it resumes.
         """
         found, stored = self._found(keys, known, held, resumed), self._stored(known, tokens, tokens)
         alike = self._class(keys[0]) if keys and known >= self.group.chunk_tokens else None
@@ -143,13 +143,13 @@ class Learner:
         self._all.add(found, stored, known=known > 0)
         if alike is not None:
             alike.add(found, stored, known=True)
-        self._remember(keys, self._unit, _POINTS, known)  # that it was seen: `_found` asks
+        self._remember(keys, self._unit, _POINTS, known)  # marks the prompt as seen, for `_found`
         for end in (tail_of(tokens, self._unit), tokens - 1, known):
             self._remember(keys, end, _ENDS, known)
         return self.levels[level]
 
     def answered(self, keys: Sequence[bytes], prompt_tokens: int, tokens: int, retention: Retention) -> None:
-        """A request that was told `retention` has ended. `keys`: of the prompt and the answer, `tokens` together."""
+        """A request with this `retention` has ended. `keys` and `tokens` are those of prompt and answer together."""
         stored = self._stored(prompt_tokens, tokens, prompt_tokens)
         stored.append(stored[self.levels.index(retention)])
         for tally in (self._all, self._classes.get(keys[0]) if keys else None):
@@ -158,7 +158,7 @@ class Learner:
         self._remember(keys, tokens, _ANSWERS)
 
     def _level(self, alike: _Tally | None) -> int:
-        """By the prompts that begin alike, if those are enough."""
+        """The best level for the class of the prompt, or for all prompts where the class has too few."""
         tally = alike if alike is not None and alike.known >= EVIDENCE else self._all
         if tally.known < EVIDENCE:
             return _POINTS
@@ -166,7 +166,7 @@ class Learner:
         return int(np.argmax((tally.found - price * tally.stored)[:-1]))  # of equals the first, which keeps least
 
     def _class(self, key: bytes) -> _Tally:
-        """Of the prompts whose first chunk has this key."""
+        """The tally of the prompts whose first chunk has this key."""
         tally = self._classes.setdefault(key, _Tally())
         self._classes.move_to_end(key)
         if len(self._classes) > CLASSES_MAX:
@@ -174,13 +174,13 @@ class Learner:
         return tally
 
     def _key(self, keys: Sequence[bytes], end: int) -> bytes:
-        """Of the last whole chunks up to `end`; empty where there are none, or none known."""
+        """The key of the last whole chunk up to `end`; empty where there is none."""
         index = end // self._unit * self._unit // self.group.chunk_tokens
         return keys[index - 1] if 0 < index <= len(keys) else b""
 
     def _remember(self, keys: Sequence[bytes], end: int, level: int, known: int = 0) -> None:
-        """Level `level`, and those above, can resume at the last boundary of whole chunks up to `end`. What lies behind
-        `known` was not there before, so nobody has used it.
+        """Levels from `level` on can resume at the last boundary of whole chunks up to `end`. An end after `known` is
+        new, so no prompt has used it.
         """
         if key := self._key(keys, end):
             before = self._ends.pop(key, level)
@@ -190,7 +190,7 @@ class Learner:
                 self._ends.popitem(last=False)
 
     def _first(self, keys: Sequence[bytes], found: int) -> int:
-        """The same if it is an end that no prompt has used, or none; else 0."""
+        """`found`, or 0 where it is an end that a prompt has used before."""
         key = self._key(keys, found)
         level = self._ends.get(key, 0)
         if key in self._ends:
@@ -198,10 +198,10 @@ class Learner:
         return 0 if level & _USED else found
 
     def _found(self, keys: Sequence[bytes], known: int, held: int, resumed: int) -> list[int]:
-        """By level, where this prompt could have gone on."""
+        """For each level, the position where this prompt could have resumed."""
         unit, found, above = self._unit, [held] * 3, 3
         if known >= unit and self._key(keys, unit) not in self._ends:
-            return [max(held, resumed)] * 3  # another engine stored it, or this one long ago: nothing to learn
+            return [max(held, resumed)] * 3  # stored by another engine, or long ago by this one: nothing to learn
         for end in range(known // unit * unit, held, -unit):
             level = self._ends.get(self._key(keys, end), above) % _USED
             if level < above:
@@ -215,7 +215,7 @@ class Learner:
         return found
 
     def _stored(self, begin: int, end: int, prompt_tokens: int) -> list[int]:
-        """By level, bytes of the chunks that are completed between two positions."""
+        """For each level, the bytes stored of the chunks that are completed between two positions."""
         tail = tail_of(prompt_tokens, self._unit)
         stored = [0] * 3
         for strategy, nbytes in self._alike:
@@ -230,8 +230,8 @@ class Learner:
         return stored
 
     def _states(self, retention: Retention, begin: int, end: int, prompt_tokens: int, tail: int) -> int:
-        """How many of a recurrent group: steps end at multiples of their length, where the prompt ends, and at each
-        block of the answer.
+        """How many states of a recurrent group are stored. Steps end at multiples of their length, where the prompt
+        ends, and at each block of the answer.
         """
         last = (prompt_tokens - 1) // self._unit * self._unit
         steps = np.arange(self._step, last, self._step)
@@ -243,8 +243,8 @@ class Learner:
 
 
 def _alike(strategies: Sequence[GroupStrategy]) -> list[tuple[GroupStrategy, int]]:
-    """One of the groups that keep the same chunks, and the bytes of a chunk of them all. What lies inside of a block is
-    kept of every prompt.
+    """Groups that keep the same chunks, merged: one strategy for them, and the bytes of one chunk of them all. Groups
+    with `spared_tokens` are left out: they are kept for every prompt.
     """
     found: dict[tuple[Kind, int, int, int], tuple[GroupStrategy, int]] = {}
     for strategy in strategies:

@@ -1,4 +1,4 @@
-"""How much of a prompt need not be computed: the largest boundary that every cache group can serve."""
+"""The longest reusable prefix of a prompt: the largest boundary that every cache group can serve."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ def longest_boundary(
     assert strategies and len(masks) == len(strategies), (len(masks), len(strategies))
     limit = prompt_tokens - 1
     for strategy, mask in zip(strategies, masks, strict=True):
-        if (
-            strategy.group.kind is Kind.FULL
-        ):  # it can resume everywhere up to its first gap: the others need look no further
-            group = strategy.group  # up to a boundary inside of the block behind, which is in a group of its own
+        if strategy.group.kind is Kind.FULL:  # can resume anywhere up to its first gap, which bounds the others' search
+            group = strategy.group  # also inside the block after that: its first tokens may be in a group of their own
             limit = min(limit, (_leading_blocks(group, mask) + 1) * group.block_tokens - group.boundary_tokens)
     others = [pair for pair in zip(strategies, masks, strict=True) if pair[0].group.kind is not Kind.FULL]
     if limit < step or not others:

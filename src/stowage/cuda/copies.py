@@ -19,7 +19,7 @@ from stowage.cuda.mapped import mapped
 from stowage.errors import TransferError
 from stowage.transfer.pinning import Pinned, pin
 from stowage.transfer.protocol import CopyTicket
-from stowage.transfer.staged import PiecePart, PlainCopies
+from stowage.transfer.staged import StagedRun, SynchronousCopies
 
 __all__ = ["CudaCarrier", "CudaCopies"]
 
@@ -49,38 +49,38 @@ class _Event:
             raise TransferError(f"a copy between device and host failed: {error}") from error
 
 
-class CudaCopies(PlainCopies):
+class CudaCopies(SynchronousCopies):
     """Copies of KV blocks. ``pinned``: the arena; its owner unpins it. One thread calls."""
 
     def __init__(self, device: torch.device, pinned: Pinned | None) -> None:
         super().__init__(device)
         self._pinned = pinned
-        self._leaving: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._store_stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
-    def alone(self) -> bool:
+    def asynchronous(self) -> bool:
         """Whether copies are asynchronous."""
         return self._pinned is not None and self._pinned.whole
 
-    def out(self, piece: Tensor, host: Tensor, parts: Sequence[PiecePart]) -> CopyTicket | None:
+    def to_host(self, staging: Tensor, host: Tensor, runs: Sequence[StagedRun]) -> CopyTicket | None:
         """See ``DeviceCopies``."""
-        self._leaving.wait_stream(torch.cuda.current_stream(self.device))
-        piece.record_stream(self._leaving)  # not given to others before it has left
-        with torch.cuda.stream(self._leaving):
-            for begin, offset, nbytes in parts:
-                host[offset : offset + nbytes].copy_(piece[begin : begin + nbytes], non_blocking=self.alone)
-        return self._ticket(self._leaving)
+        self._store_stream.wait_stream(torch.cuda.current_stream(self.device))
+        staging.record_stream(self._store_stream)  # its memory is not reused before it was copied
+        with torch.cuda.stream(self._store_stream):
+            for begin, offset, nbytes in runs:
+                host[offset : offset + nbytes].copy_(staging[begin : begin + nbytes], non_blocking=self.asynchronous)
+        return self._ticket(self._store_stream)
 
-    def bring(self, nbytes: int, host: Tensor, parts: Sequence[PiecePart]) -> tuple[Tensor, CopyTicket | None]:
+    def to_device(self, nbytes: int, host: Tensor, runs: Sequence[StagedRun]) -> tuple[Tensor, CopyTicket | None]:
         """See ``DeviceCopies``."""
-        piece = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        for begin, offset, count in parts:
-            piece[begin : begin + count].copy_(host[offset : offset + count], non_blocking=self.alone)
-        return piece, self._ticket(torch.cuda.current_stream(self.device))
+        staging = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        for begin, offset, count in runs:
+            staging[begin : begin + count].copy_(host[offset : offset + count], non_blocking=self.asynchronous)
+        return staging, self._ticket(torch.cuda.current_stream(self.device))
 
     def _ticket(self, stream: Any) -> CopyTicket | None:
         event = _Event(stream)
-        if self.alone:
+        if self.asynchronous:
             return event
         event.wait()
         return None
@@ -91,13 +91,13 @@ class CudaCarrier:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._coming: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._load_stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._computed: dict[int, Any] = {}
         self._copied: dict[int, _Event] = {}
         self._pinned: list[Pinned | None] = []
 
     @property
-    def alone(self) -> bool:
+    def asynchronous(self) -> bool:
         """Whether copies are asynchronous: all memory that they come from is pinned."""
         return bool(self._pinned) and all(pinned is not None and pinned.whole for pinned in self._pinned)
 
@@ -114,16 +114,16 @@ class CudaCarrier:
         """See ``weights.device_prefetcher.Carrier``."""
         computed = {self._computed.pop(buffer, None) for buffer in buffers}
         if None in computed:  # never used: work on the earlier owner of its memory may not be over
-            self._coming.wait_stream(torch.cuda.current_stream(self.device))
+            self._load_stream.wait_stream(torch.cuda.current_stream(self.device))
         for event in computed - {None}:
-            self._coming.wait_event(event)
-        alone = self.alone
-        with torch.cuda.stream(self._coming):
+            self._load_stream.wait_event(event)
+        asynchronous = self.asynchronous
+        with torch.cuda.stream(self._load_stream):
             for there, here in pairs:
-                there.copy_(here, non_blocking=alone)
-        event = _Event(self._coming)
+                there.copy_(here, non_blocking=asynchronous)
+        event = _Event(self._load_stream)
         self._copied.update(dict.fromkeys(buffers, event))
-        if alone:
+        if asynchronous:
             return event
         event.wait()
         return None

@@ -138,7 +138,7 @@ class KVManager:
         if private:
             self._stored(held, private, came=True)
         else:
-            self.async_copies.stored(ticket, partial(self._stored, held, False))
+            self.async_copies.when_stored(ticket, partial(self._stored, held, False))
         return True
 
     def _stored(self, slots: np.ndarray, private: bool, came: bool) -> None:
@@ -156,7 +156,7 @@ class KVManager:
         """Copy slots into device blocks; False when a copy failed: the blocks' content is invalid then (case F2)."""
         assert self.transfer is not None
         try:
-            self.async_copies.loaded(self.transfer.load(plan, pool.storage))
+            self.async_copies.add_load(self.transfer.load(plan, pool.storage))
         except TransferError:
             self.counters.copies_failed += 1
             return False
@@ -165,7 +165,7 @@ class KVManager:
     def release(self, fetch: Fetch) -> None:
         """Unpin the slots of ``fetch``, as soon as the copies from them are done."""
         assert self.store is not None
-        self.async_copies.when_read(partial(self.store.release, fetch))
+        self.async_copies.when_loaded(partial(self.store.release, fetch))
 
     def loaded_table(self, sequence: Sequence, stay: Items[int], part: GroupChunks) -> NDArray[np.int64]:
         """The block table that a load fills. Groups that ``stay`` in host memory have the identity table."""

@@ -33,7 +33,7 @@ from stowage.executor.replay.graphs.recorder import Recorder
 from stowage.transfer.cpu import CpuTransfer
 from stowage.transfer.pinning import Pinned, pin
 from stowage.transfer.protocol import BlockTransfer
-from stowage.transfer.staged import PlainCopies, StagedTransfer
+from stowage.transfer.staged import StagedTransfer, SynchronousCopies
 from stowage.weights.device_prefetcher import Carrier, PlainCarrier
 from stowage.weights.quantized.formats import dequantized_by_torch, first_outputs, unpack_with
 
@@ -92,7 +92,7 @@ def link(device: torch.device, arena: NDArray[np.uint8], slabs: Sequence[SlabCla
     if device.type == "cpu":
         return DeviceLink(CpuTransfer(arena, slabs))
     if device.type != "cuda":
-        return DeviceLink(StagedTransfer(arena, slabs, PlainCopies(device)))
+        return DeviceLink(StagedTransfer(arena, slabs, SynchronousCopies(device)))
     pinned = pin(arena, device)
     return DeviceLink(StagedTransfer(arena, slabs, CudaCopies(device, pinned)), pinned)
 

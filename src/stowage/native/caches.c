@@ -1,4 +1,4 @@
-/* Takes memory out of the processors' caches; see native/staging.py. */
+/* Flushes memory from the processors' caches; see core/read_buffers.py. */
 
 #include "binding.h"
 

@@ -1,7 +1,6 @@
-"""Asynchronous copies: what is to happen in host memory when they are done.
+"""Callbacks for asynchronous copies: stored chunks are committed, and loaded slots unpinned, when copies are done.
 
-Owns the tickets of a transfer, and nothing else. Chunks are committed when their bytes have arrived. Slots that are
-read from stay pinned until they have been read. Where copies are synchronous, everything happens at once.
+Owns the tickets of a transfer, and nothing else. Where copies are synchronous, callbacks are called at once.
 """
 
 from __future__ import annotations
@@ -14,55 +13,52 @@ from stowage.transfer.protocol import CopyTicket
 
 __all__ = ["AsyncCopies"]
 
-Then = Callable[[bool], None]
-"""Called once the copies are done: whether all of them came right."""
-
 
 class AsyncCopies:
-    """Callbacks that wait for tickets. One thread calls, in the order of the copies."""
+    """Tickets with their callbacks. One thread calls, in the order of the copies."""
 
     def __init__(self) -> None:
-        self._stores: deque[tuple[CopyTicket, Then]] = deque()
-        self._reads: deque[tuple[CopyTicket, Callable[[], None]]] = deque()
-        self._loaded: CopyTicket | None = None
+        self._stores: deque[tuple[CopyTicket, Callable[[bool], None]]] = deque()
+        self._loads: deque[tuple[CopyTicket, Callable[[], None]]] = deque()
+        self._last_load: CopyTicket | None = None
 
     def __len__(self) -> int:
-        return len(self._stores) + len(self._reads)
+        return len(self._stores) + len(self._loads)
 
-    def stored(self, ticket: CopyTicket | None, then: Then) -> None:
-        """Copies to the host were begun."""
+    def when_stored(self, ticket: CopyTicket | None, callback: Callable[[bool], None]) -> None:
+        """Call back when these copies to the host are done, with whether all of them succeeded."""
         if ticket is None:
-            then(True)
+            callback(True)
         else:
-            self._stores.append((ticket, then))
+            self._stores.append((ticket, callback))
 
-    def loaded(self, ticket: CopyTicket | None) -> None:
-        """Copies to the device were begun."""
+    def add_load(self, ticket: CopyTicket | None) -> None:
+        """Copies to the device have begun."""
         if ticket is not None:
-            self._loaded = ticket
+            self._last_load = ticket
 
-    def when_read(self, then: Callable[[], None]) -> None:
-        """What was loaded so far must stay as it is until ``then``."""
-        if self._loaded is None or self._loaded.done:
-            self._loaded = None
-            then()
+    def when_loaded(self, callback: Callable[[], None]) -> None:
+        """Call back when all loads so far are done. Until then the slots that they read must not change."""
+        if self._last_load is None or self._last_load.done:
+            self._last_load = None
+            callback()
         else:
-            self._reads.append((self._loaded, then))
+            self._loads.append((self._last_load, callback))
 
-    def read(self) -> None:
-        """Wait until what was loaded so far has been read."""
-        if self._loaded is not None:
-            _succeeded(self._loaded)
-            self._loaded = None
+    def wait_for_loads(self) -> None:
+        """Wait until all loads so far are done."""
+        if self._last_load is not None:
+            _succeeded(self._last_load)
+            self._last_load = None
         self.collect()
 
     def collect(self, *, wait: bool = False) -> None:
         """Call back for copies that are done; ``wait``: wait for all of them."""
         while self._stores and (wait or self._stores[0][0].done):
-            ticket, then = self._stores.popleft()
-            then(_succeeded(ticket))
-        while self._reads and (wait or self._reads[0][0].done):
-            ticket, release = self._reads.popleft()
+            ticket, callback = self._stores.popleft()
+            callback(_succeeded(ticket))
+        while self._loads and (wait or self._loads[0][0].done):
+            ticket, release = self._loads.popleft()
             _succeeded(ticket)
             release()
 

@@ -1,10 +1,9 @@
-"""Device and host are both ordinary memory: a transfer is a memory copy.
+"""Transfers on a machine without a device: both sides are ordinary memory, so a transfer is a memory copy.
 
-Owns no memory: it borrows the arena and gets the device storage with each call. A block is one run of bytes on either
-side (the pool keeps all layers of a group together), so a chunk needs no more copies than it has blocks, and
-neighbouring blocks are copied as one. A plan is one call of C (`native/copies.c`, built with the package where there is
-a compiler), in which several threads share the work. Without it, or with `STOWAGE_PURE_PYTHON` set, Python copies run
-by run.
+Owns no memory: it borrows the arena and gets the device storage with each call. A block is contiguous on both sides
+(the pool keeps all layers of a group together), so a chunk needs at most one copy per block, and neighbouring blocks
+are copied as one run. A plan is one call of C (`native/copies.c`), in which several threads share the work. Where
+nothing was compiled, or with `STOWAGE_PURE_PYTHON` set, Python copies run by run.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from stowage.native import is_wanted
 from stowage.transfer.runs import columns_of_runs
 
 Memory = tuple[int, int]
-"""Its address and its length in bytes."""
+"""Address and length in bytes."""
 
-SHARED_BYTES_MIN: Final = 8 << 20
-"""In Python, longer runs are copied by all of torch's threads. For shorter ones waking them, and torch's own call, cost
-as much as the copy: 64 KiB at a time moved at 7 GB/s by torch and at 12 by `memmove`, on a machine whose memory copies
-at 13. On one whose cores are taken, torch's threads wait for each other at every run: 1 MiB at a time at 1 GB/s."""
+PARALLEL_BYTES_MIN: Final = 8 << 20
+"""In Python, runs from this length on are copied by torch's threads. For shorter ones waking them costs as much as the
+copy: 64 KiB at a time moved at 7 GB/s by torch and at 12 by `memmove`, on a machine whose memory copies at 13. On one
+whose cores are busy, torch's threads wait for each other at every run: 1 MiB at a time at 1 GB/s."""
 
 
 class CpuTransfer:
@@ -55,7 +54,7 @@ class CpuTransfer:
         copy_runs(_memory(self._arena), _memory(storage), offsets, rows, lengths)
 
     def _runs(self, plan: CopyPlan, storage: torch.Tensor) -> tuple[IntArray, IntArray, IntArray]:
-        """In bytes: where each run lies on the device and in the arena, and how long it is."""
+        """Of each run: its offset on the device, its offset in the arena and its length, in bytes."""
         size = storage.shape[1]
         rows, offsets, counts = columns_of_runs(plan, self._slab_of[plan.group], size)
         return rows * size, offsets, counts * size
@@ -68,8 +67,8 @@ class CpuTransfer:
 def copy_runs(
     source: Memory, target: Memory, source_offsets: IntArray, target_offsets: IntArray, lengths: IntArray
 ) -> None:
-    """Copies `lengths[i]` bytes from `source_offsets[i]` of the source to `target_offsets[i]` of the target. Raises
-    ValueError where a run does not lie in its memory; then nothing was copied. Memories and targets do not overlap.
+    """Copies `lengths[i]` bytes from `source_offsets[i]` of the source to `target_offsets[i]` of the target. The two
+    memories must not overlap, nor the targets. Raises ValueError, before anything is copied, for a run outside them.
     """
     if is_wanted():
         source_offsets, target_offsets, lengths = (
@@ -88,7 +87,7 @@ def copy_one_by_one(
     if (bad | (lengths > source[1] - source_offsets) | (lengths > target[1] - target_offsets)).any():
         raise ValueError("runs that do not lie in their memory")
     for start, to, length in zip(source_offsets.tolist(), target_offsets.tolist(), lengths.tolist(), strict=True):
-        if length < SHARED_BYTES_MIN:
+        if length < PARALLEL_BYTES_MIN:
             ctypes.memmove(target[0] + to, source[0] + start, length)
         else:
             _tensor(target[0] + to, length).copy_(_tensor(source[0] + start, length))
@@ -99,6 +98,6 @@ def _tensor(address: int, length: int) -> torch.Tensor:
 
 
 def _memory(storage: torch.Tensor) -> Memory:
-    """Its rows lie one after the other."""
+    """Of rows that are contiguous."""
     assert storage.device.type == "cpu" and storage.dtype == torch.uint8 and storage.is_contiguous()
     return storage.data_ptr(), storage.nbytes

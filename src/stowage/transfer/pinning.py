@@ -1,10 +1,9 @@
-"""Pinned memory: whether host memory is pinned is decided here and nowhere else, and nobody else pins (case B).
+"""Pinned (page-locked) host memory: the only module that decides whether memory is pinned, and pins it (case B).
 
-Pinned pages stay where they are, so a device copies from and to them by itself while the program runs. Where device and
-host share one memory (GH200, GB200, Jetson, DGX Spark), pinning only takes memory from the device, so it is never done
-there. ``STOWAGE_DISABLE_PIN_MEMORY=1`` switches it off everywhere, and so does vLLM's own
-``VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY``. Memory that could not be pinned is used unpinned: slower, and
-just as right.
+A device copies from and to pinned pages by itself while the program runs. Where device and host share one memory
+(GH200, GB200, Jetson, DGX Spark), pinning only takes memory from the device, so it is never done there.
+``STOWAGE_DISABLE_PIN_MEMORY=1`` switches it off everywhere, and so does vLLM's own
+``VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY``. Memory that cannot be pinned is used unpinned: slower, not less correct.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["USES_HOST_PAGE_TABLES", "CudaDriver", "Pinned", "is_unified", "pin",
 
 SWITCHES: Final = ("STOWAGE_DISABLE_PIN_MEMORY", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY")
 PIECE_BYTES: Final = 1 << 30
-"""At a time: a driver that runs out of what it may pin then keeps what it has, and a process stays killable."""
+"""What one call of the driver pins. Between the calls a signal can end the process."""
 _INTEGRATED, USES_HOST_PAGE_TABLES = 18, 100
 """CU_DEVICE_ATTRIBUTE_INTEGRATED and _PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES of the CUDA driver's interface."""
 _PORTABLE_MAPPED: Final = 1 | 2
@@ -61,9 +60,7 @@ def is_unified(device: Any, driver: Driver | None = None) -> bool:
 
 
 class Pinned:
-    """Host memory that was offered for pinning. ``whole``: all of it is pinned; only then may copies go on by
-    themselves.
-    """
+    """Host memory that is pinned as a whole, or not at all. ``whole``: it is pinned, so copies may be asynchronous."""
 
     def __init__(self, driver: Driver, memory: NDArray[np.uint8]) -> None:
         self._driver = driver
@@ -89,23 +86,21 @@ class Pinned:
         self.whole = self.nbytes == memory.nbytes > 0
 
     def close(self) -> None:
-        """Unpin. Before the memory is unmapped; doing it twice is the same as once."""
+        """Unpin, before the memory is unmapped. May be called twice."""
         while self._pieces:
             self._driver.unregister(self._pieces.pop())
         self.whole, self.nbytes, self._memory = False, 0, None
 
 
 def pin(memory: NDArray[np.uint8], device: Any, driver: Driver | None = None) -> Pinned | None:
-    """Pin ``memory`` for ``device``; ``None`` where that is not wanted. Asked anew for every memory: what was right for
-    one that is gone need not be for the next.
-    """
+    """Pin ``memory`` for ``device``; ``None`` where that is not wanted."""
     if not should_pin_memory(device, driver):
         return None
     return Pinned(driver or CudaDriver(), memory)
 
 
 class CudaDriver:
-    """CUDA's own."""
+    """The CUDA driver and runtime."""
 
     def attribute(self, number: int, device: int) -> int:
         try:
@@ -118,7 +113,7 @@ class CudaDriver:
         return value.value
 
     def device_address(self, address: int) -> int:
-        """Where the device sees pinned memory at ``address``, 0 where it does not."""
+        """The device's address of pinned memory at ``address``, 0 where the device does not map it."""
         try:
             library = ctypes.CDLL("libcuda.so.1")
         except OSError:

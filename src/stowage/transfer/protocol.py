@@ -1,8 +1,8 @@
-"""What a transfer is: two methods that carry out a plan's copies between device blocks and arena slots.
+"""The protocol of transfers: carry out a plan's copies between device blocks and arena slots.
 
 Copies may be asynchronous. On the device they are in order with all computing: blocks may be used, and given to other
-sequences, at once. In host memory they are not: until ``CopyTicket.done``, slots that are stored into hold nothing, and
-slots that are loaded from must not change.
+sequences, at once. In host memory they are not: until ``CopyTicket.done``, slots that are stored into have no valid
+content, and slots that are loaded from must not change.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class CopyTicket(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether host memory is no longer read or written for them, whatever became of them; nor for any that were
-        begun earlier in the same direction.
+        """Whether these copies, and all that began earlier in the same direction, have stopped reading and writing host
+        memory, failed or not.
         """
         ...
 
@@ -35,15 +35,11 @@ class BlockTransfer(Protocol):
     """
 
     def store(self, plan: CopyPlan, storage: Any) -> CopyTicket | None:
-        """Device to host. Raises ``TransferError`` when any copy failed; the slots then hold nothing that may be
-        used.
-        """
+        """Device to host. Raises ``TransferError`` when any copy failed; the slots' content is invalid then."""
         ...
 
     def load(self, plan: CopyPlan, storage: Any) -> CopyTicket | None:
-        """Host to device. Raises ``TransferError`` when any copy failed; the blocks then hold nothing that may be
-        used.
-        """
+        """Host to device. Raises ``TransferError`` when any copy failed; the blocks' content is invalid then."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which copies of a plan lie side by side, so that they can be made as one."""
+"""Merges a plan's copies into runs: neighbouring blocks that are contiguous on both sides."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BlockRun = tuple[int, int, int]
 
 
 def runs(plan: CopyPlan, slab: SlabClass, block_bytes: int) -> Iterator[BlockRun]:
-    """``(first block, its byte in the arena, blocks)`` of each run that is contiguous on both sides."""
+    """``(first block, its byte offset in the arena, number of blocks)`` of each run."""
     return zip(*(column.tolist() for column in columns_of_runs(plan, slab, block_bytes)), strict=True)
 
 
 def columns_of_runs(plan: CopyPlan, slab: SlabClass, block_bytes: int) -> tuple[IntArray, IntArray, IntArray]:
-    """The same as columns."""
+    """As ``runs``, as three arrays."""
     offsets = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes + plan.offsets * block_bytes
     breaks = np.flatnonzero((np.diff(plan.blocks) != 1) | (np.diff(offsets) != block_bytes)) + 1
     begins = np.concatenate([[0], breaks]) if plan.copies else breaks

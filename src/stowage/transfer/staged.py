@@ -1,14 +1,14 @@
-"""Device and host have separate memories: blocks are gathered on the device and copied in large pieces.
+"""Transfers for a device with memory of its own: blocks go through large staging buffers on the device.
 
-Owns the order of copies and the limit on their memory. A store gathers a plan's blocks into one piece of device memory,
-in order with all computing, and copies that piece to the arena while computing continues: the blocks may be given to
-other sequences at once. A load copies a piece of the arena to the device, before what is computed next, and scatters it
-into blocks. Neighbouring slots are one copy, whatever the blocks' order.
+Owns the order of copies and the limit on their memory. A store gathers a plan's blocks into staging buffers, in order
+with all computing, and copies these to the arena while computing continues: the blocks may be given to other sequences
+at once. A load copies arena slots to a staging buffer and scatters it into blocks, before what is computed next.
+Neighbouring slots are one copy, whatever the blocks' order.
 
-    device blocks --gather--> piece --copy, beside the computing--> arena slots               store
-    arena slots   --copy, before what is computed next--> piece --scatter--> device blocks    load
+    device blocks --gather--> staging --copy, while computing continues--> arena slots          store
+    arena slots   --copy, before what is computed next--> staging --scatter--> device blocks    load
 
-What a device does is behind ``DeviceCopies``, so that the order can be tested without one.
+The device is behind ``DeviceCopies``, so that the order can be tested without one.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from stowage.core.geometry import SlabClass
 from stowage.errors import TransferError
 from stowage.transfer.protocol import CopyTicket
 
-__all__ = ["PIECES_BYTES_MAX", "PIECE_BYTES", "DeviceCopies", "PlainCopies", "StagedTransfer"]
+__all__ = ["IN_FLIGHT_BYTES_MAX", "STAGING_BYTES", "DeviceCopies", "StagedTransfer", "SynchronousCopies"]
 
-PIECE_BYTES: Final = 32 << 20
-"""Of device memory that one piece takes, or one block if that is more: long enough for the full rate of a link."""
-PIECES_BYTES_MAX: Final = 128 << 20
-"""Of device memory that pieces on their way to the host take together; a store waits for the oldest beyond it."""
-PiecePart = tuple[int, int, int]
-"""``(byte in the piece, byte in the arena, bytes)``."""
+STAGING_BYTES: Final = 32 << 20
+"""Size of one staging buffer, or one block if that is more: long enough for the full rate of a link."""
+IN_FLIGHT_BYTES_MAX: Final = 128 << 20
+"""Device memory of all staging buffers that are being copied to the host; beyond it a store waits for the oldest."""
+StagedRun = tuple[int, int, int]
+"""``(offset in the staging buffer, offset in the arena, length)``, in bytes."""
 
 
 class DeviceCopies(Protocol):
-    """What a device does for a transfer. ``piece``: uint8, ``[bytes]``, on the device; ``host``: the arena's bytes."""
+    """A device's copies. ``staging``: uint8, ``[bytes]``, on the device; ``host``: the arena, uint8, ``[bytes]``."""
 
     def gather(self, storage: Tensor, rows: NDArray[np.int64]) -> Tensor:
-        """The blocks ``rows`` as one piece, after everything that was to be computed so far."""
+        """The blocks ``rows`` in a new staging buffer, in order with all computing."""
         ...
 
-    def scatter(self, storage: Tensor, rows: NDArray[np.int64], piece: Tensor) -> None:
-        """The reverse, before everything that is to be computed from now on."""
+    def scatter(self, storage: Tensor, rows: NDArray[np.int64], staging: Tensor) -> None:
+        """Copy a staging buffer into the blocks ``rows``, in order with all computing."""
         ...
 
-    def out(self, piece: Tensor, host: Tensor, parts: Sequence[PiecePart]) -> CopyTicket | None:
-        """Copy ``parts`` of a gathered piece to the host; it is kept until they are there."""
+    def to_host(self, staging: Tensor, host: Tensor, runs: Sequence[StagedRun]) -> CopyTicket | None:
+        """Copy ``runs`` of a gathered staging buffer to the host; the buffer is kept until they have arrived."""
         ...
 
-    def bring(self, nbytes: int, host: Tensor, parts: Sequence[PiecePart]) -> tuple[Tensor, CopyTicket | None]:
-        """A piece with ``parts`` of the host's memory, before everything that is to be computed from now on."""
+    def to_device(self, nbytes: int, host: Tensor, runs: Sequence[StagedRun]) -> tuple[Tensor, CopyTicket | None]:
+        """Copy ``runs`` of the host's memory to a new staging buffer, before what is computed next."""
         ...
 
 
 class StagedTransfer:
-    """Copies between a device pool and the host arena in pieces.
+    """Copies between a device pool and the host arena through staging buffers.
 
     Args:
         arena: all bytes of the arena, uint8.
         slabs: its slab classes; each group belongs to one.
-        copies: what the device does.
-        piece_bytes: instead of ``PIECE_BYTES``.
+        copies: the device's copies.
+        staging_bytes: instead of ``STAGING_BYTES``.
     """
 
     def __init__(
@@ -74,55 +74,55 @@ class StagedTransfer:
         slabs: Sequence[SlabClass],
         copies: DeviceCopies,
         *,
-        piece_bytes: int = PIECE_BYTES,
+        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._arena = torch.from_numpy(arena)
         self._slab_of = {group: slab for slab in slabs for group in slab.groups}
         self._copies = copies
-        self._piece_bytes = piece_bytes
-        self._leaving: deque[tuple[CopyTicket, int]] = deque()
-        self._brought: CopyTicket | None = None
+        self._staging_bytes = staging_bytes
+        self._stores: deque[tuple[CopyTicket, int]] = deque()
+        self._last_load: CopyTicket | None = None
 
     def store(self, plan: CopyPlan, storage: Tensor) -> CopyTicket | None:
         """Device to host; see ``BlockTransfer``."""
         tickets: list[CopyTicket] = []
         try:
-            for rows, parts in self._pieces(plan, storage.shape[1]):
+            for rows, runs in self._batches(plan, storage.shape[1]):
                 self._make_room(len(rows) * storage.shape[1])
-                ticket = self._copies.out(self._copies.gather(storage, rows), self._arena, parts)
+                ticket = self._copies.to_host(self._copies.gather(storage, rows), self._arena, runs)
                 if ticket is not None:
                     tickets.append(ticket)
-                    self._leaving.append((ticket, len(rows) * storage.shape[1]))
-        except (RuntimeError, TransferError) as error:  # torch's, for whatever went wrong on a device
-            self._settle()
+                    self._stores.append((ticket, len(rows) * storage.shape[1]))
+        except (RuntimeError, TransferError) as error:  # torch raises RuntimeError for any failure of a device
+            self._wait_for_all()
             raise TransferError(f"blocks could not be copied to the host: {error}") from error
-        return _Together(tickets) if tickets else None
+        return _PlanTicket(tickets) if tickets else None
 
     def load(self, plan: CopyPlan, storage: Tensor) -> CopyTicket | None:
         """Host to device; see ``BlockTransfer``."""
         tickets: list[CopyTicket] = []
         try:
-            for rows, parts in self._pieces(plan, storage.shape[1]):
-                piece, ticket = self._copies.bring(len(rows) * storage.shape[1], self._arena, parts)
+            for rows, runs in self._batches(plan, storage.shape[1]):
+                staging, ticket = self._copies.to_device(len(rows) * storage.shape[1], self._arena, runs)
                 if ticket is not None:
                     tickets.append(ticket)
-                    self._brought = ticket
-                self._copies.scatter(storage, rows, piece)
+                    self._last_load = ticket
+                self._copies.scatter(storage, rows, staging)
         except RuntimeError as error:
-            self._settle()
+            self._wait_for_all()
             raise TransferError(f"blocks could not be copied to the device: {error}") from error
-        return _Together(tickets) if tickets else None
+        return _PlanTicket(tickets) if tickets else None
 
     def close(self) -> None:
         """Wait for copies in flight, failed or not, and give the arena back."""
-        self._settle()
+        self._wait_for_all()
         self._arena = torch.empty(0, dtype=torch.uint8)
 
-    def _pieces(self, plan: CopyPlan, size: int) -> Iterator[tuple[NDArray[np.int64], list[PiecePart]]]:
-        """Rows of the device's storage that fit into one piece, and where each run of them lies in the arena."""
+    def _batches(self, plan: CopyPlan, size: int) -> Iterator[tuple[NDArray[np.int64], list[StagedRun]]]:
+        """For each staging buffer: the rows of device storage that it holds, and their runs in the arena."""
         slab = self._slab_of[plan.group]
         offsets = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes + plan.offsets * size
-        each = max(1, self._piece_bytes // size)
+        each = max(1, self._staging_bytes // size)
         for begin in range(0, plan.copies, each):
             there = offsets[begin : begin + each]
             breaks = [0, *(np.flatnonzero(np.diff(there) != size) + 1).tolist(), len(there)]
@@ -133,16 +133,16 @@ class StagedTransfer:
             )
 
     def _make_room(self, nbytes: int) -> None:
-        while self._leaving and self._leaving[0][0].done:
-            self._leaving.popleft()
-        while self._leaving and sum(size for _, size in self._leaving) + nbytes > PIECES_BYTES_MAX:
-            self._leaving.popleft()[0].wait()
+        while self._stores and self._stores[0][0].done:
+            self._stores.popleft()
+        while self._stores and sum(size for _, size in self._stores) + nbytes > IN_FLIGHT_BYTES_MAX:
+            self._stores.popleft()[0].wait()
 
-    def _settle(self) -> None:
+    def _wait_for_all(self) -> None:
         """Nothing reads or writes the arena any more when this returns."""
-        tickets = [ticket for ticket, _ in self._leaving] + ([self._brought] if self._brought is not None else [])
-        self._leaving.clear()
-        self._brought = None
+        tickets = [ticket for ticket, _ in self._stores] + ([self._last_load] if self._last_load is not None else [])
+        self._stores.clear()
+        self._last_load = None
         for ticket in tickets:
             try:
                 ticket.wait()
@@ -150,8 +150,8 @@ class StagedTransfer:
                 continue  # the ticket's owner gets the error
 
 
-class _Together:
-    """The tickets of one plan, at least one."""
+class _PlanTicket:
+    """All tickets of one plan as one; there is at least one."""
 
     def __init__(self, tickets: Sequence[CopyTicket]) -> None:
         self._tickets = tickets
@@ -166,13 +166,13 @@ class _Together:
             try:
                 ticket.wait()
             except TransferError as error:
-                failed = error  # the others go on writing until they are waited for, too
+                failed = error  # the others may still be writing: wait for them too
         if failed is not None:
             raise failed
 
 
-class PlainCopies:
-    """Any device of torch: every copy is made before the call returns."""
+class SynchronousCopies:
+    """For any torch device: every copy is complete when the call returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -181,22 +181,22 @@ class PlainCopies:
         """See ``DeviceCopies``."""
         return storage.index_select(0, self._on_device(rows)).view(-1)
 
-    def scatter(self, storage: Tensor, rows: NDArray[np.int64], piece: Tensor) -> None:
+    def scatter(self, storage: Tensor, rows: NDArray[np.int64], staging: Tensor) -> None:
         """See ``DeviceCopies``."""
-        storage.index_copy_(0, self._on_device(rows), piece.view(len(rows), -1))
+        storage.index_copy_(0, self._on_device(rows), staging.view(len(rows), -1))
 
-    def out(self, piece: Tensor, host: Tensor, parts: Sequence[PiecePart]) -> CopyTicket | None:
+    def to_host(self, staging: Tensor, host: Tensor, runs: Sequence[StagedRun]) -> CopyTicket | None:
         """See ``DeviceCopies``."""
-        for begin, offset, nbytes in parts:
-            host[offset : offset + nbytes].copy_(piece[begin : begin + nbytes])
+        for begin, offset, nbytes in runs:
+            host[offset : offset + nbytes].copy_(staging[begin : begin + nbytes])
         return None
 
-    def bring(self, nbytes: int, host: Tensor, parts: Sequence[PiecePart]) -> tuple[Tensor, CopyTicket | None]:
+    def to_device(self, nbytes: int, host: Tensor, runs: Sequence[StagedRun]) -> tuple[Tensor, CopyTicket | None]:
         """See ``DeviceCopies``."""
-        piece = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        for begin, offset, count in parts:
-            piece[begin : begin + count].copy_(host[offset : offset + count])
-        return piece, None
+        staging = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        for begin, offset, count in runs:
+            staging[begin : begin + count].copy_(host[offset : offset + count])
+        return staging, None
 
     def _on_device(self, rows: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(rows)).to(self.device)

@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 
 from stowage.core.geometry import PAGE_BYTES
-from stowage.core.staging import Staging
+from stowage.core.read_buffers import ReadBuffers
 from stowage.errors import StorageError
 from stowage.native.memory import HUGE_BYTES, pages
 from stowage.weights.file import File
@@ -47,7 +47,7 @@ _UNPACKING: Final = 4
 1.45 of the disk's rate)."""
 _PACKED_BYTES: Final = 2 << 20
 """Of a packed tensor at most: two thirds of it are read by one call."""
-_STAGED_BYTES: Final = 4 << 20
+_READ_BUFFER_BYTES: Final = 4 << 20
 """That one part of a packed tensor takes packed, with the frames and pages around it."""
 _HALF_BYTES: Final = HUGE_BYTES // 2
 _AROUND_BYTES: Final = _HALF_BYTES - 2 * PAGE_BYTES
@@ -157,7 +157,7 @@ class _PackedPart:
     part: _Part
     source: PackedTensor
     nbytes: int
-    staged: memoryview
+    buffer: memoryview
 
 
 class _Work:
@@ -166,7 +166,7 @@ class _Work:
     What is packed waits apart, so that a thread can choose. ``queue`` has None for it: somebody may do a step of that.
     """
 
-    __slots__ = ("arrived", "busy", "halves", "lock", "packed", "queue", "staging")
+    __slots__ = ("arrived", "busy", "halves", "lock", "packed", "queue", "read_buffers")
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[_Part | _End | None] = queue.SimpleQueue()
@@ -180,11 +180,11 @@ class _Work:
         """To be read."""
         self.arrived: deque[_PackedPart] = deque()
         """To be unpacked."""
-        self.staging = Staging(_STAGED_BYTES)
+        self.read_buffers = ReadBuffers(_READ_BUFFER_BYTES)
 
     def call(self) -> None:
         """If there is a step to be done, somebody else may do it. The lock is held, after anything changed."""
-        if self.arrived or (self.packed and self.staging.may_lend):
+        if self.arrived or (self.packed and self.read_buffers.can_acquire):
             self.queue.put(None)
 
 
@@ -289,10 +289,10 @@ def _step(work: _Work) -> bool:
     """Read the next part of what is packed, or else unpack one that was read. False: there is nothing to do now."""
     packed = arrived = None
     with work.lock:
-        if work.packed and work.staging.may_lend:
+        if work.packed and work.read_buffers.can_acquire:
             packed = work.packed.popleft()
             try:
-                packed.staged = work.staging.lend(packed.nbytes)
+                packed.buffer = work.read_buffers.acquire(packed.nbytes)
             except OSError as error:
                 packed.part.ticket.ended(error)
                 work.call()
@@ -309,21 +309,21 @@ def _step(work: _Work) -> bool:
 
 def _fetch(work: _Work, packed: _PackedPart) -> None:
     read = packed.part.read
-    fetched = _done(work, packed.part, partial(packed.source.fetch, read.offset, read.into.nbytes, packed.staged))
+    fetched = _done(work, packed.part, partial(packed.source.fetch, read.offset, read.into.nbytes, packed.buffer))
     with work.lock:
-        work.staging.was_read(packed.nbytes)
+        work.read_buffers.read_done(packed.nbytes)
         if fetched:
             work.arrived.append(packed)
         else:
-            work.staging.give_back(packed.staged, packed.nbytes)
+            work.read_buffers.release(packed.buffer, packed.nbytes)
         work.call()
 
 
 def _unpack(work: _Work, packed: _PackedPart) -> None:
     part, read = packed.part, packed.part.read
-    unpacked = _done(work, part, partial(packed.source.unpack, read.offset, read.into, packed.staged))
+    unpacked = _done(work, part, partial(packed.source.unpack, read.offset, read.into, packed.buffer))
     with work.lock:
-        work.staging.give_back(packed.staged, packed.nbytes)
+        work.read_buffers.release(packed.buffer, packed.nbytes)
         work.call()
     if unpacked:
         part.ticket.ended()

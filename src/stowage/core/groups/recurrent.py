@@ -1,7 +1,7 @@
 """Recurrent state (Mamba, linear attention): a resume needs the one snapshot taken exactly at the boundary.
 
-Of a group that spares some boundaries, those need none: so what a block of attention holds before a boundary inside of
-it is found like a state, at the boundaries that are no end of a block.
+A group with `spared_tokens` holds the first part of an attention block for boundaries inside that block, like a state.
+At multiples of `spared_tokens`, the block ends, a resume needs none.
 
 chunk    |    0    |    1    |    2    |       chunk i = the state after exactly (i + 1) * block_tokens tokens
 taken              *                   *       presence is sparse: snapshots are large, and taken at a few boundaries
@@ -18,9 +18,7 @@ from stowage.core.groups.base import boundary_range, check_boundary, expand_mask
 
 
 def snapshot_spacing(wanted_tokens: int, grid: int) -> int:
-    """The distance between snapshots: no more than is wanted, so that no shared prefix is lost to rounding, but at
-    least the `grid` that they are on.
-    """
+    """The distance between snapshots: `wanted_tokens` rounded down to a multiple of `grid`, but at least `grid`."""
     return max(grid, wanted_tokens // grid * grid)
 
 
@@ -59,5 +57,5 @@ class Recurrent:
         return taken[snapshots]
 
     def first_live_block(self, position: int) -> int:
-        """Always 0: position says nothing about snapshots; whoever took one decides when to drop it."""
+        """Always 0: snapshots do not expire with the position; their owner decides when to drop them."""
         return 0

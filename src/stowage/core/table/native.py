@@ -1,8 +1,8 @@
 """The tables in C (`native/tables`), where they were built with the package and `STOWAGE_PURE_PYTHON` is not set.
 
-Python's objects take three times the memory of what they say here, and one dict of millions of keys stops everything
-for most of a second when it grows. The kernel takes 32 bytes for a key, its fields, and 10 to 20 bytes beside; what
-grows is a part of the table that always has the same size.
+Python objects take three times the memory of their content here, and a dict of millions of keys stops everything for
+most of a second when it is resized. The C tables take 32 bytes per key, its fields, and 10 to 20 bytes of overhead;
+they are resized one shard of constant size at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["is_built", "is_wanted", "make_rows", "make_slots"]
 
 
 def make_rows(width: int) -> rows.Rows | _native.Rows:
-    """The quicker of both, unless it is not there or not wanted."""
+    """The table in C, or the one in Python where that is missing or switched off."""
     return _native.Rows(width) if is_wanted() else rows.Rows(width)
 
 

@@ -1,17 +1,17 @@
-"""Keys with some bytes each, by owner: of many owners and millions of keys, without a pause when there are more.
+"""A table of rows (key and opaque fields) that belong to owners: many owners, millions of keys, no pause to grow.
 
-    owner 7   extents 0, 3       64 rows each: key, fields, whether a look-up finds it, whether it is marked
+    owner 7   extents 0, 3       64 rows each: key, fields, whether the row is live, whether it is marked
     owner 9   extents 1, 2
 
-A key leads to the row that was inserted last. Rows that a newer one replaced, or whose key was dropped, stay with their
-owner until the owner's extents are released, all at once or some at a time. Which extents an owner has, the caller
-keeps; fields are opaque bytes.
+A look-up finds the row that was inserted last for a key: the live one. Rows that were replaced, or whose key was
+dropped, stay with their owner until the owner's extents are released, all at once or some at a time. The caller keeps
+the list of an owner's extents.
 
-`Rows` here is for machines without a C compiler: many small dicts instead of one, because a dict stops everything
-while it grows. `native.py` has the same in C, in less than half of the memory, which is 220 bytes here beside the
-fields. A test drives both.
+`Rows` is for machines without a C compiler: many small dicts instead of one, because a dict stops everything while it
+is resized. It takes 220 bytes per key beside the fields; `native.py` has the same in C in less than half of that. A
+test drives both.
 
-Invariants (`check`): a row that a look-up finds is the one that its key leads to; an extent is free or has one owner.
+Invariants (`check`): the index leads from each key to its live row; an extent is free or has one owner.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FREE: Final = -1
 
 
 class _Block:
-    """Columns of the rows of some extents."""
+    """The columns of 64 Ki rows."""
 
     __slots__ = ("fields", "keys", "live", "marked", "owner", "used")
 
@@ -62,17 +62,16 @@ class Rows:
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """How many keys a look-up finds."""
+        """Number of keys that a look-up finds."""
         return sum(map(len, self._row_of))
 
     def extents_used(self) -> int:
-        """How many extents have an owner."""
+        """Number of extents that have an owner."""
         return self._extents - len(self._free)
 
     def insert(self, owner: int, extents: list[int], keys: NDArray[Any], fields: NDArray[Any]) -> None:
-        """Rows of an owner, in order; they replace older ones of their keys. `keys`: as they lie, 32 bytes each.
-
-        `extents` are the owner's so far; new ones are appended.
+        """Append rows of an owner, in order; they replace older rows of the same keys. `keys`: contiguous, 32 bytes
+        each. `extents` are the owner's so far; new ones are appended to the list.
         """
         self._require(owner, extents[-1:])
         raw, given = keys.tobytes(), fields.view(np.uint8).reshape(-1, self._width)
@@ -100,7 +99,7 @@ class Rows:
         return extent
 
     def _fill(self, extent: int, raw: bytes, fields: NDArray[np.uint8], begin: int) -> int:
-        """Rows from `begin` on, as many as the extent has room for. How many."""
+        """Write rows from `begin` on into the extent, as many as it has room for; returns how many."""
         block, used = self._blocks[extent // _EXTENTS], self._used(extent)
         count = min(EXTENT - used, len(fields) - begin)
         some = raw[begin * KEY_BYTES : (begin + count) * KEY_BYTES]
@@ -139,7 +138,7 @@ class Rows:
             found[here] = self._blocks[number].fields[offsets]
 
     def drop(self, keys: list[bytes]) -> int:
-        """The keys become absent. How many were there."""
+        """Make the keys absent; returns how many were present."""
         dropped = 0
         for key in keys:
             row = self._row_of[hash(key) % _SHARDS].pop(key, None)
@@ -149,13 +148,13 @@ class Rows:
         return dropped
 
     def mark(self, keys: list[bytes]) -> None:
-        """Marks the rows of those that are there."""
+        """Mark the rows of the keys that are present."""
         for row in self._rows(keys).tolist():
             if row >= 0:
                 self._blocks[row // _BLOCK].marked[row % _BLOCK] = True
 
     def marked(self, owner: int, extents: list[int]) -> tuple[list[bytes], bytearray]:
-        """Keys and fields of the rows in some of an owner's extents that are marked and found, in order."""
+        """Keys and fields of the marked live rows in some of an owner's extents, in order."""
         self._require(owner, extents)
         keys: list[bytes] = []
         fields = bytearray()
@@ -166,10 +165,10 @@ class Rows:
         return keys, fields
 
     def release(self, owner: int, extents: list[int]) -> int:
-        """Some of an owner's extents are free; their keys are absent. How many of these were there."""
+        """Free some of an owner's extents and make their keys absent; returns how many keys were present."""
         self._require(owner, extents)
         dropped = 0
-        for extent in reversed(extents):  # so that the first is taken again first
+        for extent in reversed(extents):  # so that the first is reused first
             self._require(owner, [extent])
             block, here = self._offsets(extent)
             rows = here.start + np.flatnonzero(block.live[here])

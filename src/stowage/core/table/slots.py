@@ -1,7 +1,6 @@
-"""Keys to slots that the caller chooses, of a number that is known from the beginning.
+"""A table from keys to slot numbers that the caller chooses. A slot has at most one key.
 
-`Slots` here is one dict; `native.py` has the same in C, which makes no pause when it grows and is as quick with
-millions of keys. A slot is taken by one key at most.
+`Slots` is one dict; `native.py` has the same in C, which does not pause to grow and stays fast with millions of keys.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ class Slots:
         self._slot_of: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        """How many keys have a slot."""
+        """Number of keys that have a slot."""
         return len(self._slot_of)
 
     def set(self, keys: list[bytes], slots: IntArray) -> None:
-        """Each key gets its slot, instead of the one that it had; of a repeated key the last one counts."""
+        """Give each key its slot, instead of the one that it had; of a repeated key the last one counts."""
         self._slot_of.update(zip(keys, slots.tolist(), strict=True))
 
     def find(self, keys: list[bytes], slots: IntArray) -> None:
@@ -48,7 +47,7 @@ class Slots:
         return self._slot_of.keys().isdisjoint(keys)
 
     def drop(self, keys: list[bytes]) -> None:
-        """The keys have no slots any more. KeyError at the first that had none."""
+        """Take the keys' slots away. Raises KeyError at the first key that has none."""
         deque(map(self._slot_of.pop, keys), maxlen=0)
 
     def items(self) -> list[tuple[bytes, int]]:

@@ -136,5 +136,5 @@ class PreemptionSwap:
         return self._kv_manager.copy_in(pool, plan)
 
     def _free(self, groups: list[SwappedGroup]) -> None:
-        self._kv_manager.async_copies.read()
+        self._kv_manager.async_copies.wait_for_loads()
         release_swapped(self._kv_manager.store, [swapped.held for swapped in groups])

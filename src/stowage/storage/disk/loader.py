@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from stowage.core.staging import Staging, leave_caches
+from stowage.core.read_buffers import ReadBuffers, leave_caches
 from stowage.storage.disk.bundle import Bundle, Flight, Share
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX, Plan, Run, make_plan
 from stowage.storage.disk.reader import Fetched, Reader, Result
@@ -77,7 +77,7 @@ class Loader:
         self._planning = False
         self._planned: deque[Bundle] = deque()
         self._arrived: deque[Arrival] = deque()
-        self._staging = Staging(RUN_BYTES_MAX + PAGE_BYTES)
+        self._read_buffers = ReadBuffers(RUN_BYTES_MAX + PAGE_BYTES)
         self._in_flight = 0
         self._closing = False
         self._readers = readers
@@ -204,7 +204,7 @@ class Loader:
             return False
         plan = self._planned[0].plan
         assert plan is not None
-        return not plan.is_packed_next or self._staging.may_lend
+        return not plan.is_packed_next or self._read_buffers.can_acquire
 
     def _take(self, bundle: Bundle) -> tuple[Run, memoryview | None]:
         """The next run of the bundle, and memory for its packed chunks. The lock is held."""
@@ -213,7 +213,7 @@ class Loader:
         if not len(bundle.plan):
             self._planned.popleft()
         nbytes = run.packed_bytes
-        return run, self._staging.lend(nbytes) if nbytes else None
+        return run, self._read_buffers.acquire(nbytes) if nbytes else None
 
     def _waiting_for_a_plan(self) -> tuple[list[Flight], Bundle | None]:
         """Takes the oldest transfer and those with similar deadlines from the queue, with the bundle that they join.
@@ -307,9 +307,9 @@ class Loader:
             self._serve_fetched(reader, shares, run, fetched)
             return
         with self._lock:
-            self._staging.was_read(run.packed_bytes)
+            self._read_buffers.read_done(run.packed_bytes)
             if fetched is None:
-                self._staging.give_back(memory, run.packed_bytes)
+                self._read_buffers.release(memory, run.packed_bytes)
             else:
                 self._arrived.append((shares, run, fetched, memory))
             goes_on = bool(self._planned)
@@ -337,7 +337,7 @@ class Loader:
         finally:
             self._rates.unpacking.end(begun, raw_bytes, run.form)
             with self._lock:
-                self._staging.give_back(memory, run.packed_bytes)
+                self._read_buffers.release(memory, run.packed_bytes)
 
     def _serve_fetched(self, reader: Reader, shares: list[Share], run: Run, fetched: Fetched | None) -> None:
         """Verifies and unpacks a run that was read, and records its results; None: it was not read."""

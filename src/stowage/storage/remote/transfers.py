@@ -262,8 +262,8 @@ class RemoteTransfers:
                 if None in masks:
                     return
                 search.answer(indices, [bool(mask) for mask in masks])
-            presence.take(number, [keys[index] for index in search.taken()], inquiry.mask)
-            for index in search.left_out():
+            presence.take(number, [keys[index] for index in search.assumed_present()], inquiry.mask)
+            for index in search.assumed_absent():
                 presence.answer(number, keys[index], 0)
         finally:
             presence.end(number)
