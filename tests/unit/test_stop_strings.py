@@ -94,3 +94,23 @@ def test_special_tokens_cost_nothing() -> None:
     assert made.push(105) == "i" and [made.push(7) for _ in range(5000)] == [""] * 5000
     assert made.push(33) == "!" and made.finish() == "" and made.text == "i!"
     assert max(decoded) <= 4
+
+
+def test_bytes_that_never_become_characters() -> None:
+    """They are given out after a few tokens, as a whole decoding has them, and are not decoded again and again."""
+    decoded = []
+
+    def decode(tokens, **_):
+        decoded.append(len(tokens))
+        return bytes(tokens).decode(errors="replace")
+
+    made = Detokenizer(SimpleNamespace(decode=decode), [], [])
+    given = "".join(made.push(0x80) for _ in range(2000))
+    assert len(given) >= 1990 and given + made.finish() == "\ufffd" * 2000
+    assert max(decoded) <= 16
+    chance = random.Random(7)
+    parts = [b"\x80", b"\xe6", b"\xe6\x97", b"\xf0\x9f\x98", "日".encode(), "😀".encode(), b"a", b"\xc3"]
+    for _ in range(2000):
+        text = b"".join(chance.choices(parts, k=chance.randrange(1, 30)))
+        made = Detokenizer(SimpleNamespace(decode=decode), [], [])
+        assert "".join(map(made.push, text)) + made.finish() == text.decode(errors="replace")

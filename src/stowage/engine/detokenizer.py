@@ -2,7 +2,7 @@
 
 Owns the text of one completion. Text handed out is never revised: a piece is held back while it may still be half a
 character or the beginning of a stop string. A token costs time in proportion to its text and the number of stop
-strings, however long these are.
+strings, however long these are, and also where the tokens' bytes never become characters.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from stowage.engine.sampling_params import SamplingParams
 
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 8
+_UNFINISHED_TOKENS = 4
+"""A character has at most four bytes, so what these tokens follow can no longer be half of one."""
 
 
 class Detokenizer:
@@ -64,9 +66,13 @@ class Detokenizer:
         self._tokens.append(token)
         before = self._decode(self._tokens[self._begin : self._read])
         now = self._decode(self._tokens[self._begin :])
-        if len(now) <= len(before) or now.endswith(REPLACEMENT):
+        read = len(self._tokens)
+        if now.endswith(REPLACEMENT):
+            read -= _UNFINISHED_TOKENS
+            now = self._certain(now, read)
+        if len(now) <= len(before):
             return ""
-        self._begin, self._read = self._read, len(self._tokens)
+        self._begin, self._read = self._read, read
         self._add(now[len(before) :])
         held = 0 if self.stopped else max((stop.begun for stop in self._stops), default=0)
         return self._give(len(self._text) - held)
@@ -77,6 +83,15 @@ class Detokenizer:
             before = self._decode(self._tokens[self._begin : self._read])
             self._add(self._decode(self._tokens[self._begin :])[len(before) :])
         return self._give(len(self._text))
+
+    def _certain(self, text: str, read: int) -> str:
+        """What of ``text``, which ends with half a character, the first ``read`` tokens are; empty where they are not
+        whole characters. Bytes that are none would else be decoded again with every token.
+        """
+        if read <= self._read:
+            return ""
+        head = self._decode(self._tokens[self._begin : read])
+        return head if head + self._decode(self._tokens[read:]) == text else ""
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
