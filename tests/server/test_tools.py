@@ -205,6 +205,21 @@ def test_arguments_between_tags_are_enforced(name: str, engine: Engine) -> None:
     assert not takes(form.opening + call(to="x", stays="[]", more="1") + form.closing)
 
 
+def test_arguments_that_other_parts_of_a_schema_name(engine: Engine) -> None:
+    """They were forbidden where the schema has `properties` too, so that such a tool was refused."""
+    more = {"properties": {"nights": {"type": "integer"}}, "required": ["nights"]}
+    schema = {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"], "allOf": [more]}
+    offer = offered((Tool("trip", "", schema, strict=False, where="tools[0]"),), "required", "", parallel=True)
+    wanted = enforced(FORMATS["hermes"], offer, None, engine.grammars, None)
+    assert wanted is not None
+    call = '<tool_call>\n{"name": "trip", "arguments": {"nights": 2, "to": "Rome"}}\n</tool_call>'
+    state = engine.grammars.begin(wanted)
+    assert all(state.try_accept(token) for token in engine.tokenizer(call, add_special_tokens=False)["input_ids"])
+    early = engine.tokenizer(call.replace('"nights": 2, ', ""), add_special_tokens=False)["input_ids"]
+    state = engine.grammars.begin(wanted)
+    assert not all(state.try_accept(token) for token in early)
+
+
 def test_several_choices_and_calls(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=ASKED, tools=TOOLS, tool_choice="required", n=3, temperature=1.5, seed=2, max_tokens=300
@@ -228,6 +243,20 @@ def test_the_schema_of_a_strict_tool_holds_wherever_a_call_begins(client: openai
         model="tiny", messages=ASKED, tools=strict, logit_bias=bias, max_tokens=200, temperature=0.5, seed=1
     ).choices[0]
     assert forced.message.content or forced.message.tool_calls
+
+
+def test_a_regex_beside_tools(client: openai.OpenAI) -> None:
+    """Its slashes may be escaped or not; what is wrong with it is said of it."""
+    options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "max_tokens": 200, "seed": 1}
+    found = set()
+    for text in (r"a\/b/[/]", "a/b/[/]"):
+        for seed in range(4):
+            body = {"structured_outputs": {"regex": text}}
+            answer = client.chat.completions.create(**options | {"seed": seed}, extra_body=body).choices[0].message
+            found.add("a call" if answer.tool_calls else answer.content)
+    assert "a/b//" in found and found <= {"a/b//", "a call"}
+    with pytest.raises(openai.BadRequestError, match=r"'structured_outputs\.regex' cannot be used"):
+        client.chat.completions.create(**options, extra_body={"structured_outputs": {"regex": "(a"}})
 
 
 def test_a_history_with_calls_and_results(client: openai.OpenAI, engine: Engine) -> None:
@@ -335,6 +364,7 @@ NO_JSON = {
         ("tools[1].function.parameters", {"tools": [tool("a"), tool("b", {"type": "array"})]}),
         ("tools[1].function.parameters", {"tools": [tool("a"), tool("b", RECURSIVE)], "tool_choice": "required"}),
         ("tools[0].function.parameters", {"tools": [tool("a", ODD, strict=True)]}),
+        ("structured_outputs", {"tools": TOOLS, "structured_outputs": {"grammar": 'start: "a"'}}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}),
         ("tool_choice.function", {"tools": TOOLS, "tool_choice": {"type": "function"}}),
         ("messages[1].tool_calls[0].function.arguments", {"messages": [*ASKED, NO_JSON]}),
@@ -348,6 +378,8 @@ def test_what_cannot_be_used_is_refused_with_its_path(path: str, odd: dict[str, 
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == path, error
     assert path in error["message"] and len(error["message"]) < 700
+    kinds = [f"{path}.{kind}" for kind in odd.get("structured_outputs", ())]
+    assert all(kind in error["message"] for kind in kinds), "what was given is named as it was given"
 
 
 @pytest.mark.rare

@@ -27,6 +27,9 @@ TREE: dict[str, Any] = {
         {"$ref": "#/nowhere"},
         {"$ref": "https://example.org/x"},
         {"properties": {"x": {"$ref": "#"}}},
+        {"$defs": {"a": {"$anchor": "a", "type": "integer"}}, "$ref": "#a"},
+        {"anyOf": [{"$ref": "#/anyOf/1"}, {"type": "integer"}]},
+        {"anyOf": [{"$ref": "#/anyOf/2"}, {"$ref": "#/anyOf/x"}]},
     ],
 )
 def test_what_ends(schema: Any) -> None:
@@ -41,6 +44,8 @@ def test_what_ends(schema: Any) -> None:
         ({"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "#/$defs/a"),
         ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/b"}, "#/$defs/b"),
         ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "#"),
+        ({"anyOf": [NODE | {"properties": {"next": {"$ref": "#/anyOf/0"}}, "required": ["next"]}]}, "#/anyOf/0"),
+        ({"$defs": {"a b": {"allOf": [{"$ref": "#/$defs/a%20b"}]}}, "$ref": "#/$defs/a%20b"}, "#/$defs/a%20b"),
     ],
 )  # fmt: skip
 def test_what_never_ends(schema: Any, reference: str) -> None:

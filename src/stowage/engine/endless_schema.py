@@ -8,6 +8,7 @@ Hopcroft and Ullman, *Introduction to Automata Theory*, 1979, 4.4).
 from __future__ import annotations
 
 from typing import Any, Final
+from urllib.parse import unquote
 
 __all__ = ["endless"]
 
@@ -81,10 +82,18 @@ class _Search:
         return found
 
     def _target(self, name: str) -> Any:
-        """What a reference leads to; what is not there is left to whoever compiles the schema."""
+        """What a pointer leads to (RFC 6901); what is not there, and names of other kinds, are left to whoever compiles
+        the schema.
+        """
         part = self._root
-        for step in name.removeprefix("#").split("/")[1:] if name.startswith("#") else ["?"]:
-            part = part.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
+        start, *steps = unquote(name).split("/")
+        if start != "#":
+            return None
+        for step in steps:
+            if isinstance(part, list):
+                part = part[int(step)] if step.isdecimal() and int(step) < len(part) else None
+            else:
+                part = part.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
         return part
 
 

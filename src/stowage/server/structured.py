@@ -39,6 +39,8 @@ def made_of(param: str, given: Mapping[str, Any]) -> tuple[str, StructuredOutput
 
 def unusable(param: str, error: RequestError) -> ApiError:
     """What is wrong with what a client gave as `param`; an error of the engine speaks of `structured_outputs.KIND`."""
+    if not str(error).startswith("structured_outputs"):
+        return bad(f"In {param!r}: {error}", param)
     kind, _, what = str(error).removeprefix("structured_outputs").partition(" ")
     return bad(f"{param + kind if param == 'structured_outputs' else param!r} {what}", param)
 

@@ -12,6 +12,7 @@ Owns how these are put together, in llguidance's Lark notation. They are compile
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -19,7 +20,7 @@ from typing import Any, Final
 from stowage.engine.grammar import Grammars
 from stowage.engine.sampling_params import StructuredOutputs, Thinking
 from stowage.errors import RequestError
-from stowage.server.refusal import ApiError, bad
+from stowage.server.refusal import ApiError
 from stowage.server.structured import unusable
 from stowage.server.tools.formats import INDEX, Tags, ToolFormat
 from stowage.server.tools.offer import Offer, Tool
@@ -31,6 +32,8 @@ _TEXT: Final = "/(.|\\n)*/"
 _NO_BRACE: Final = "/([^{ \\n](.|\\n)*)?/"
 _WHITESPACE: Final = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,20}"}}
 _ANYTHING: Final = {"type": "object"}
+_PARTS: Final = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
+"""What may name further fields of an object, in a schema's other parts."""
 Literal = Callable[[str], str]
 
 
@@ -57,6 +60,8 @@ def enforced(
         if not offer.callable and not form.harmony and wanted is not None:
             made = replace(wanted, thinking=thinking)
         else:
+            if wanted is not None and wanted.kind != "grammar":
+                grammars.begin(wanted)  # what is wrong with it is said of it, not of what it is a part of
             lark = _Lark(form, offer, grammars.literal).whole(wanted)
             made = StructuredOutputs(grammar=lark, thinking=thinking)
         grammars.begin(made)
@@ -71,8 +76,7 @@ def _check(tool: Tool, grammars: Grammars) -> None:
     try:
         grammars.check(json.dumps(tool.parameters))
     except RequestError as error:
-        path = f"{tool.where}.{tool.schema}"
-        raise bad(f"In {path!r} (tool {tool.name[:80]!r}): {error}", path) from error
+        raise unusable(f"{tool.where}.{tool.schema}", error) from error
 
 
 class _Lark:
@@ -146,7 +150,8 @@ class _Lark:
         if not (tool.strict or self._offer.is_forced):
             return _WHITESPACE | _ANYTHING
         schema = _WHITESPACE | _ANYTHING | tool.parameters
-        if schema.get("properties") is not None or schema.keys() <= {"type", "x-guidance"}:
+        named = schema.get("properties") is not None or schema.keys() <= {"type", "x-guidance"}
+        if named and _PARTS.isdisjoint(schema):
             schema.setdefault("additionalProperties", False)  # what is not named is of no use to the tool
         return schema
 
@@ -213,13 +218,16 @@ def _choice_body(text: str) -> str:
 
 
 def _no_grammar(_text: str) -> str:
-    raise RequestError("a grammar cannot be used together with tools, nor with models that answer in channels.")
+    raise RequestError(
+        "structured_outputs.grammar cannot be used together with tools, nor with models that answer in channels. Leave "
+        "'tools' out, or give a schema, a regex or choices."
+    )
 
 
 _BODIES: Final[dict[str, Callable[[str], str]]] = {
     "json": _json_body,
     "json_object": lambda _: f"%json {json.dumps(_WHITESPACE | _ANYTHING)}",
     "choice": _choice_body,
-    "regex": lambda text: "/" + text.replace("/", "\\/") + "/",
+    "regex": lambda text: "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", text, flags=re.DOTALL) + "/",
     "grammar": _no_grammar,
 }
