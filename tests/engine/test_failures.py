@@ -18,12 +18,13 @@ import pytest
 
 from stowage.cache import opening
 from stowage.core.geometry import Kind
-from stowage.errors import TransferError
+from stowage.errors import StowageError, TransferError
 from stowage.storage.disk import DiskTier
 from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
 from tests.engine.conftest import assert_same, greedy, random_prompt
+from tests.forked import exit_code_of_a_child
 from tests.nursery import QUICKLY
 
 PROMPT = random_prompt(500)
@@ -368,3 +369,17 @@ def test_an_idle_engine_finds_what_is_broken_in_it(engines, monkeypatch):
             engine.generate([random_prompt(20)], greedy(2))
             engine._loop.thread.join(0.2)
     engine._loop.closing = True
+
+
+def test_a_forked_child_is_told_to_open_its_own(engines):
+    """It has no thread that would ever answer."""
+    engine = engines("llama")
+
+    def told() -> bool:
+        with pytest.raises(StowageError, match="open an Engine in this process"):
+            engine.generate([PROMPT], greedy(4))
+        engine.close()
+        return True
+
+    assert exit_code_of_a_child(told) == 0
+    assert len(engine.generate([PROMPT], greedy(4))[0].token_ids) == 4, "the parent goes on"

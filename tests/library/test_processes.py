@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from stowage.errors import StowageError
 from stowage.testing import tiny_models
+from tests.forked import exit_code_of_a_child
 from tests.library.conftest import SIZE, WAIT_S, answer, restored, tokens
 from tests.nursery import wait_until
 
@@ -60,3 +63,33 @@ def test_two_processes(prefix_caches, tmp_path):
     wait_until(found_here, "found")
     cache = caches[-1]
     assert torch.equal(answer(model, tokens(300, seed=1), cache)[0], answers[1])
+
+
+def test_a_forked_child_is_told_to_make_its_own(prefix_caches):
+    """It has neither the thread nor the memory, and may have got a lock that nobody gives back."""
+    prefixes = prefix_caches("llama")
+    cache = prefixes.prefill(tokens(300))
+
+    def told() -> bool:
+        calls = (lambda: prefixes.restore(tokens(300)), lambda: prefixes.keep(cache, tokens(300)), prefixes.stats)
+        for call in calls:
+            with pytest.raises(StowageError, match="make a PrefixCache in this process"):
+                call()
+        prefixes.close()
+        return True
+
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with prefixes._background.turn:
+            held.set()
+            forked.wait(60)
+
+    writing = threading.Thread(target=hold)  # as the background does when it writes
+    writing.start()
+    held.wait(60)
+    code = exit_code_of_a_child(told)
+    forked.set()
+    writing.join()
+    assert code == 0
+    assert prefixes.restore(tokens(300)).get_seq_length() == 256, "the parent goes on"

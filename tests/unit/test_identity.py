@@ -11,6 +11,7 @@ import pytest
 
 from stowage.models import identity
 from stowage.models.identity import of_checkpoint, of_parameters
+from tests.forked import exit_code_of_a_child
 
 
 @pytest.fixture
@@ -88,3 +89,10 @@ def test_parameters_in_memory() -> None:
     with torch.no_grad():
         model.weight[2, 2] += 1e-3
     assert of_parameters(model) != before
+
+
+def test_a_forked_child_names_weights_too(tmp_path: Path) -> None:
+    """The threads that hashed them before are the parent's alone."""
+    files = make(tmp_path / "a", os.urandom(8 << 20))
+    name = of_checkpoint(tmp_path / "a", files, tmp_path)
+    assert exit_code_of_a_child(lambda: of_checkpoint(tmp_path / "a", files, tmp_path) == name) == 0

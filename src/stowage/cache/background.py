@@ -7,6 +7,7 @@ whoever holds it may also drive the store itself.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -42,6 +43,7 @@ class Background:
         self.turn = threading.RLock()
         self.store = store
         self.closed = False
+        self._process = os.getpid()
         self._reader = reader
         self._after_poll = after_poll
         self._name = f"stowage-{name}"
@@ -49,6 +51,11 @@ class Background:
         self._work: queue.SimpleQueue[None] = queue.SimpleQueue()  # an event's methods take a step ten times as long
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that has the thread. Here ``turn`` may be held for ever."""
+        return os.getpid() != self._process
 
     def notice(self) -> None:
         """Something may be under way: look after it."""
@@ -79,7 +86,11 @@ class Background:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Let writes finish within ``timeout_s``, give all memory back. Closing again does nothing."""
+        """Let writes finish within ``timeout_s``, give all memory back. Closing again does nothing, nor does it in a
+        forked child.
+        """
+        if self.forked:
+            return
         if threading.current_thread() is self._thread:  # garbage was collected in the middle of a poll
             threading.Thread(target=self.close, args=(timeout_s,), name=f"{self._name}-end").start()
             return

@@ -98,7 +98,14 @@ class Loop:
         return self._broken is not None
 
     def submit(self, request: Request, sequence: Sequence) -> None:
-        """Raises StowageError when it has ended, RequestError when too many requests are open."""
+        """Raises StowageError when it has ended or is another process's, RequestError when too many requests are
+        open.
+        """
+        if os.getpid() != self._process:
+            raise StowageError(
+                "this process was forked after the engine was opened, whose thread and memory are its parent's: open "
+                "an Engine in this process."
+            )
         _release_cores()
         with self._wakeup:
             if self._broken is not None:
@@ -117,7 +124,9 @@ class Loop:
             self._wake()
 
     def end(self) -> bool:
-        """Refuse new requests and cancel running ones; False when it was called before."""
+        """Refuse new requests and cancel running ones; False when it was called before, or in a forked child."""
+        if os.getpid() != self._process:
+            return False
         with self._wakeup:
             if self.closing:
                 return False

@@ -9,6 +9,7 @@ moment ago is not remembered: within one tick of the file system's clock it coul
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
@@ -51,7 +52,7 @@ def of_parameters(model: Any) -> str:
         named: str = source.identity
         assert named, "offloaded weights have a name"
         return named
-    whole = blake3(max_threads=blake3.AUTO)
+    whole = blake3(max_threads=_threads())
     config = getattr(model, "config", None)
     if config is not None:
         fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_CONTENT}
@@ -63,9 +64,21 @@ def of_parameters(model: Any) -> str:
     return whole.hexdigest()
 
 
+def _threads() -> int:
+    """All that BLAKE3 has, but one in a process that was forked from one that has used them: it waits for ever for
+    threads that only its parent has.
+    """
+    return int(blake3.AUTO) if _used_threads_first() == os.getpid() else 1
+
+
+@functools.cache
+def _used_threads_first() -> int:
+    return os.getpid()
+
+
 def _digest(path: Path) -> str:
     """BLAKE3 of a file, a piece at a time: a file that is mapped whole would count as memory of this process."""
-    whole = blake3(max_threads=blake3.AUTO)
+    whole = blake3(max_threads=_threads())
     with path.open("rb") as file:
         length = os.fstat(file.fileno()).st_size
         if length:

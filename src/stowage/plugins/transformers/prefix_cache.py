@@ -16,7 +16,8 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -146,8 +147,7 @@ class PrefixCache:
         self._check()
         rows = rows_of(input_ids, attention_mask, self._padding)
         began_s = time.monotonic()
-        with self._background.turn:
-            self._check_open()
+        with self._turn():
             keys = self._keys(rows, rows.length)
             cache = self._reader.read(self._subject.model.config, rows, keys, timeout_s)
             self._background.notice()
@@ -209,26 +209,22 @@ class PrefixCache:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: ``prefixes`` (calls and tokens), ``store`` (host, disk and shared stores)."""
-        with self._background.turn:
-            self._check_open()
+        with self._turn():
             return {"prefixes": asdict(self._counts), "store": self._background.store.stats()}
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Wait until everything kept has reached disk and shared stores, at most ``timeout_s``; whether it has."""
-        with self._background.turn:
-            self._check_open()
+        with self._turn():
             return self._background.store.flush(timeout_s)
 
     def drop_host(self) -> int:
         """Forget what is in host memory; lower tiers keep theirs. How many chunks there were."""
-        with self._background.turn:
-            self._check_open()
+        with self._turn():
             return self._background.store.drop_host()
 
     def check(self) -> None:
         """Assert the invariants of the store."""
-        with self._background.turn:
-            self._check_open()
+        with self._turn():
             self._background.store.check()
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -248,7 +244,20 @@ class PrefixCache:
         self._check_open()
         self._subject.check()
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """This thread has the store for itself, which is open."""
+        self._check_open()
+        with self._background.turn:
+            self._check_open()
+            yield
+
     def _check_open(self) -> None:
+        if self._background.forked:
+            raise StowageError(
+                "this process was forked after the PrefixCache was made, whose memory and thread are its parent's: "
+                "make a PrefixCache in this process."
+            )
         if self._background.closed:
             raise StowageError("this PrefixCache is closed.")
 
@@ -274,8 +283,7 @@ class PrefixCache:
         """Store what the cache holds after ``length`` tokens, of those that count as they are, at ``most`` so many.
         ``keys``: of at most so many tokens of each row, extended here. ``states``: of recurrent layers too.
         """
-        with self._background.turn:
-            self._check_open()
+        with self._turn():
             plain = min(length, rows.plain, most)
             for of_row, tokens in zip(keys, rows.tokens, strict=True):
                 of_row.extend(tokens, plain)
