@@ -21,6 +21,7 @@ from stowage.errors import (
     UnsupportedModelError,
 )
 from stowage.models.hub import find
+from stowage.planner.model import read_model
 from stowage.plugins.transformers.prefix_cache import PrefixCache
 from stowage.testing import tiny_models
 from tests.depth import mostly_rare
@@ -128,6 +129,17 @@ def test_a_window_of_one_token(family, tmp_path):
     (path / "config.json").write_text(json.dumps(config | {"sliding_window": 1}))
     with Engine(path, Memory(kv_cache_memory="8MiB")) as engine:
         assert len(engine.generate([[5, 6]], greedy(2))[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("family", ["ministral3", "deepseek_v3"])
+def test_heads_rotated_by_half_in_a_family_that_rotates_all_of_them(family, tmp_path):
+    """Transformers makes frequencies for a part of a head, and fails at the first product of another size."""
+    rope = {"rope_theta": 1e6, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
+    rope |= {"rope_type": "yarn", "factor": 4.0}
+    path = tiny_models.write(family, tmp_path / "model", rope_parameters=rope | {"partial_rotary_factor": 0.5})
+    for asked in (lambda: Engine(path, Memory(kv_cache_memory="8MiB")), lambda: read_model(path)):
+        with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor = 0.5 .* rotates whole heads"):
+            asked()
 
 
 def test_pickled_weights_are_refused(damaged):

@@ -137,7 +137,7 @@ def refuse_unsupported(config: Any) -> None:
 
 def refuse_positions(config: Any) -> None:
     """Raise ``UnsupportedModelError`` where a token's cached state depends on more than the tokens before it."""
-    for rope in _rope_settings(config):
+    for rope in rope_settings(config):
         if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
             raise UnsupportedModelError(
                 f"rope type {rope['rope_type']!r} computes its frequencies from the longest sequence of a batch, "
@@ -169,7 +169,7 @@ def _refuse_window_of_one(config: Any) -> None:
         )
 
 
-def _rope_settings(config: Any) -> list[Mapping[str, Any]]:
+def rope_settings(config: Any) -> list[Mapping[str, Any]]:
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [v for v in rope.values() if isinstance(v, Mapping)]
     return nested or [rope]
@@ -184,7 +184,7 @@ def context_tokens(config: Any) -> int:
     """
     stated = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # (MPT)
     limits = [int(stated) if stated else _CONTEXT_UNKNOWN_TOKENS]
-    for rope in _rope_settings(config):
+    for rope in rope_settings(config):
         if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
             limits.append(int(rope.get("original_max_position_embeddings") or limits[0]))
     return min(limits)

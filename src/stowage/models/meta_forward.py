@@ -106,7 +106,7 @@ def describe(config: Any, dtype: torch.dtype) -> Described:
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with probing.refusing(), _NoValues():
+    with probing.refusing(config), _NoValues():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         if config.model_type in ALONE:

@@ -30,7 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from stowage.errors import UnsupportedModelError
 from stowage.models import compat
 from stowage.models.cache_layers import states_of
-from stowage.models.layout import State
+from stowage.models.layout import State, rope_settings
 from stowage.models.remembered import Remembered, default_state_directory
 
 NAME = "stowage_probe"
@@ -42,6 +42,8 @@ _KNOWN = frozenset(
     "logits_to_keep layer_idx".split()
 )
 """What models hand to attention that it heeds, or has no use for; besides switches."""
+_OTHER_SIZES = ("must match the size", "should be broadcastable")
+"""What torch says of a product of tensors that do not fit, with values and without."""
 _CONTINUES = "continues"
 _REVISION = 1
 """Raised whenever forwards are looked at for more."""
@@ -214,7 +216,7 @@ def forget(model: Any) -> None:
 @torch.inference_mode()
 def _look(model: Any, key: str) -> Probe:
     known = Remembered(default_state_directory() / "probes.json") if key else {}
-    with refusing(), recorded(model):
+    with refusing(model.config), recorded(model):
         probe = _forwards(model, (PROBE_TOKENS,))
         if key in known:
             probe.continues = known[key] == _CONTINUES
@@ -230,18 +232,25 @@ def _look(model: Any, key: str) -> Probe:
 @torch.inference_mode()
 def glance(model: Any) -> Probe:
     """One forward of ``model``, which may be without values (``meta_forward``): no answer is compared."""
-    with refusing(), recorded(model):
+    with refusing(model.config), recorded(model):
         return _forwards(model, (PROBE_TOKENS,))
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """What a model raises in here refuses it."""
+def refusing(config: Any) -> Iterator[None]:
+    """What a model of ``config`` raises in here refuses it."""
     try:
         yield
     except UnsupportedModelError:
         raise
     except RAISED_BY_MODELS as error:
+        rope = next((r for r in rope_settings(config) if r.get("partial_rotary_factor") not in (None, 1.0)), None)
+        if rope is not None and any(words in str(error) for words in _OTHER_SIZES):
+            raise UnsupportedModelError(
+                f"config.json says partial_rotary_factor = {str(rope['partial_rotary_factor'])[:20]} and rope_type = "
+                f"{str(rope.get('rope_type'))[:20]!r}, and Transformers' {config.model_type!r} rotates whole heads: it "
+                "computes no such model. Correct config.json, or give the checkpoint that it came with."
+            ) from error
         raise UnsupportedModelError(
             f"the model does not run with Transformers' own dynamic cache and a replaced attention: {error}"
         ) from error
