@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import stowage
 from stowage import Memory, SamplingParams
 from stowage.testing import tiny_models
+from tests.weights import gguf_files
 from tests.weights.conftest import bytes_of, logits, prompt
 
 GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -116,6 +118,18 @@ def test_bad_arguments_are_told(
 ) -> None:
     with pytest.raises(error, match=match):
         stowage.offload(checkpoints("llama"), **asked)
+
+
+def test_a_model_in_memory_that_came_of_gguf_is_told_its_file(tmp_path: Path) -> None:
+    made = tiny_models.build("llama")
+    for name in ("one", "other"):
+        gguf_files.write(made, tmp_path / f"{name}.gguf", gguf_files.Kind.Q8_0)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="one.gguf").eval()
+        file = tmp_path / ("FILE.gguf" if name == "other" else "one.gguf")
+        with pytest.raises(stowage.UnsupportedModelError, match=rf"{file}'?, instead of the model, or disk=DIR:SIZE"):
+            stowage.offload(model, weights="*=stream")
+    with pytest.raises(stowage.UnsupportedModelError, match="Give its checkpoint's directory instead of the model"):
+        stowage.offload(made, weights="*=stream")
 
 
 def test_models_that_cannot_be_moved_are_refused(tmp_path: Path) -> None:

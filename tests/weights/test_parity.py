@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import stowage
@@ -50,6 +51,24 @@ def test_every_delivery_answers_as_plain_transformers_does(
             assert torch.equal(logits(model, ids), expected), rules
             model.stowage.check()
         model.stowage.close()
+
+
+@pytest.mark.parametrize("family", ["hunyuan_moe", "ernie4_5_moe", "hy_v4"])
+def test_what_a_class_makes_float32_of_other_bytes_stays_and_the_rest_is_streamed(family: str, tmp_path: Path) -> None:
+    """Routers, and a head: published in bfloat16, and computed in float32, which lies in no file."""
+    path = tiny_models.write(family, tmp_path / family, dtype="bfloat16")
+    state = load_file(path / "model.safetensors")
+    rounded = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    save_file(rounded, path / "model.safetensors", metadata={"format": "pt"})
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    made = {name for name, p in whole.named_parameters() if p.dtype is torch.float32}
+    assert made
+    model = stowage.offload(path, weights="*=stream")
+    stats = model.stowage.stats()
+    assert stats["image_bytes"] == 0 < stats["stream_bytes"]
+    assert {name for name, p in model.named_parameters() if p.dtype is torch.float32} == made
+    assert torch.equal(logits(model, prompt()), logits(whole, prompt()))
+    model.stowage.close()
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,12 @@ class Checkpoint:
     def __init__(self, files: Iterable[Path]) -> None:
         self.files: list[File] = []
         self.tensors: dict[str, Segment] = {}
+        self.float32_lengths: set[int] = set()
+        """Bytes of each tensor of float32."""
         try:
             for path in files:
                 self.files.append(File.open(path))
-                self.tensors.update(_tensors(self.files[-1]))
+                self.tensors.update(_tensors(self.files[-1], self.float32_lengths))
         except BaseException:
             self.close()
             raise
@@ -193,7 +195,7 @@ def _header(file: File) -> tuple[dict[str, Any], int]:
     return json.loads(os.pread(file.fd, length, 8)), 8 + length
 
 
-def _tensors(file: File) -> dict[str, Segment]:
+def _tensors(file: File, float32_lengths: set[int]) -> dict[str, Segment]:
     if os.pread(file.fd, len(MAGIC), 0) == MAGIC:
         return {}
     try:
@@ -205,10 +207,12 @@ def _tensors(file: File) -> dict[str, Segment]:
                 begin, end = entry["data_offsets"]
                 if not 0 <= begin <= end <= file.length - data:
                     raise ValueError(f"{name} lies outside of the file")
-                found[name] = Segment(file, data + begin, end - begin)
+                found[name], kind = Segment(file, data + begin, end - begin), entry["dtype"]
                 if name in packed:
                     tensor = PackedTensor(file, found[name].offset, end - begin, packed[name])
-                    found[name] = Segment(tensor, 0, tensor.length)
+                    found[name], kind = Segment(tensor, 0, tensor.length), tensor.dtype
+                if kind == "F32":
+                    float32_lengths.add(found[name].length)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file.path} is damaged ({error}); download the checkpoint again.") from error
     return found

@@ -49,7 +49,8 @@ class Unit:
 def divide(model: Any) -> list[Unit]:
     """The units of ``model`` in the order of its modules. Layers that share a parameter each have it; an embedding
     whose table another unit has is no unit. ``model.made_parameters``, where it has such: names of those that lie in no
-    file as they are (norms and biases of a published checkpoint), which stay in memory.
+    file as they are (norms and biases of a published checkpoint, routers that are computed in float32), which stay in
+    memory.
     """
     units, made = list(_units("", model)), getattr(model, "made_parameters", ())
     for unit in units:

@@ -4,7 +4,7 @@ goes to its memory as soon as it has its final form. The memory for all of it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ from stowage.weights.resident import ResidentMemory
 from stowage.weights.source import WeightSource
 
 __all__ = ["Budget", "adopt", "load"]
+
+_MADE_BYTES_MOST = 16 << 20
+"""More than the largest router takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ class _Loading(Building):
         self.locator = Locator(checkpoint)
 
     def begin(self, root: nn.Module) -> None:
+        made = frozenset[str](getattr(root, "made_parameters", ()))
+        root.__dict__["made_parameters"] = made.union(_made_in_float32(root, self.checkpoint, self.segments))
         units = divide(root)
         self.placement = place_units(units, root, self.budget)
         for unit, delivery in zip(_units_of(units, self.placement), self.placement.deliveries, strict=True):
@@ -254,7 +259,13 @@ def adopt(model: Any, budget: Budget) -> WeightSource:
                     tuple(values.shape), values.dtype, host=values, phase=phase_of(values)
                 )
             else:
-                image = image or _new_image(name, values.nbytes, budget)
+                if budget.image is None:
+                    raise UnsupportedModelError(
+                        f"{name} ({values.nbytes} bytes) is in memory, and in no file in the form that it has there, "
+                        f"so it cannot be read again. Give {_origin(model)} instead of the model, or disk=DIR:SIZE for "
+                        "a copy of it, or host_memory=SIZE."
+                    )
+                image = image or Image(*budget.image)
                 locations[id(parameter)] = ParameterLocation(
                     tuple(values.shape), values.dtype, (image.add(as_bytes(values)),)
                 )
@@ -263,6 +274,38 @@ def adopt(model: Any, budget: Budget) -> WeightSource:
         if image is not None:
             image.close()
         raise
+
+
+def _made_in_float32(root: Any, checkpoint: Checkpoint, lie_there: Collection[str]) -> Iterator[str]:
+    """Parameters that are float32 in a model of 16 bits, and not in the files, such as routers: there are no bytes to
+    read later. Large ones are left to the image. What Transformers makes so while it loads, is so from here on.
+    """
+    dtype = getattr(root, "dtype", None)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return
+    named = list(getattr(root, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype is torch.float16:
+        named += getattr(root, "_keep_in_fp32_modules", None) or ()
+    for path, parameter in root.named_parameters():
+        if parameter.dtype is dtype and any(part in path for part in named):
+            parameter.data = parameter.data.float()
+        nbytes = parameter.numel() * parameter.element_size()
+        lies_there = path in lie_there or nbytes in checkpoint.float32_lengths
+        if parameter.dtype is torch.float32 and nbytes <= _MADE_BYTES_MOST and not lies_there:
+            yield path
+
+
+def _origin(model: Any) -> str:
+    """What ``model``, which is in memory, was loaded from, as one would give it."""
+    name = str(getattr(model, "name_or_path", "") or "")
+    stated: Any = getattr(model.config, "quantization_config", None)
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else getattr(stated, "quant_method", "")
+    if getattr(method, "value", method) != "gguf":
+        return f"its checkpoint, {name!r}," if name else "its checkpoint's directory"
+    files = sorted(Path(name).glob("*.gguf")) if name else []
+    if len(files) == 1:
+        return f"its file, {str(files[0])!r},"
+    return f"the GGUF file that it was loaded from, {name or 'DIR'}{'/' if files or not name else ':'}FILE.gguf,"
 
 
 def _new_image(name: str, nbytes: int, budget: Budget) -> Image:
