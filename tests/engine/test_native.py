@@ -304,12 +304,12 @@ def test_codes_of_one_byte(rows, inputs, outputs, half, data):
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("groups", [1, 3, 9, 17])
+@pytest.mark.parametrize("groups", [1, 3, 8, 9, 17, 40])
 def test_codes_of_four_bits(group, groups, instructions):
     """The same to the bit as what they stand for; halves of every size are read, also those below the normal ones. A
     group may lie in both halves of the bytes, and inputs may be more than are summed at a time.
     """
-    inputs, outputs = group * groups, 10
+    inputs, outputs = group * groups, 11
     generator = torch.Generator().manual_seed(groups)
     codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
     exponents = torch.randint(-26, 4, (2, outputs, groups), generator=generator)
@@ -324,7 +324,8 @@ def test_codes_of_four_bits(group, groups, instructions):
         rounded = dtype is torch.bfloat16
         expected = kernels.linear(x, values.bfloat16()) if rounded else kernels.linear(x.float(), values)
         assert torch.equal(found, expected.to(dtype))
-        assert torch.equal(kernels.linear_of(x[5:], matrix), found[5:])
+        for row in (1, 5, 7, 8):
+            assert torch.equal(kernels.linear_of(x[row:], matrix), found[row:])
         bias = numbers(outputs)
         summed = kernels.linear(x, values.bfloat16(), bias) if rounded else (expected + bias).to(dtype)
         assert torch.equal(kernels.linear_of(x, matrix, bias), summed)

@@ -156,6 +156,16 @@ static inline ALWAYS __m256 avx2_halves_of(const uint8_t *a, const uint8_t *b, i
                                           (short)read_short(b + 2 * apart), (short)read_short(b + 3 * apart)));
 }
 
+/* Of eight blocks halves of which each is that of `alike` (1, 2 or 4) blocks. */
+static inline ALWAYS __m256 avx2_shared_halves(const uint8_t *from, int64_t alike)
+{
+    __m256i which = _mm256_srlv_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32((int)alike / 2));
+    __m128i halves = alike == 1   ? _mm_loadu_si128((const __m128i *)from)
+                     : alike == 2 ? _mm_loadl_epi64((const __m128i *)from)
+                                  : _mm_cvtsi32_si128((int)read_word(from));
+    return _mm256_permutevar8x32_ps(_mm256_cvtph_ps(halves), which);
+}
+
 /* Whether blocks begin with their scale. */
 #define AT_BEGIN(FORMAT) ((FORMAT) == Q8_0 || (FORMAT) == Q4_0 || (FORMAT) == Q4_1 || (FORMAT) == Q5_0 || (FORMAT) == Q5_1)
 
@@ -220,6 +230,12 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
     } else if (format == MXFP4 && job->kind == SCALES_E8M0)
         for (; b < eights; b += 8)
             _mm256_storeu_ps(scales + b, avx2_powers(row->scales + k / DYNAMIC_BLOCK + b));
+    else if (format == PACKED4 && DYNAMIC_GROUP % row->group == 0)
+        for (int64_t alike = row->group / DYNAMIC_BLOCK; b < eights; b += 8) {
+            int64_t own = 2 * ((k / DYNAMIC_BLOCK + b) / alike);
+            _mm256_storeu_ps(scales + b, avx2_shared_halves(row->scales + own, alike));
+            _mm256_storeu_ps(more + b, avx2_shared_halves(row->zeros + own, alike));
+        }
     else if (format == INT4_WORDS || format == PACKED4)
         for (int64_t group = k / job->group, end = (group + 1) * job->group - k; b < blocks; group++, end += job->group) {
             float own, less = 0;

@@ -28,7 +28,7 @@ typedef struct {
 static const struct {
     DynamicKind kind;
     int bias;
-} dynamic_formats[FORMATS_END] = {
+} dynamic_formats[FORMATS_END + 1] = {
     [PLAIN] = {BIASED, 128}, [Q8_0] = {BIASED, 128}, [Q4_0] = {BIASED, 8}, [Q4_1] = {LEAST, 0}, [Q5_0] = {BIASED, 16},
     [Q5_1] = {LEAST, 0}, [Q4_K] = {LEAST, 0}, [Q5_K] = {LEAST, 0}, [Q6_K] = {TWO, 32}, [MXFP4_BLOCK] = {BIASED, 12},
     [MXFP4] = {BIASED, 12}, [INT4_WORDS] = {BIASED, 8}, [GPTQ] = {LEAST, 0}, [AWQ] = {LEAST, 0},
@@ -247,8 +247,8 @@ enum { SMALL = 2, MEDIUM = 1, LARGE = 0 };
     OF(Q5_K, q5_k, 176, 2, LEAST, MEDIUM)                                                                              \
     OF(Q6_K, q6_k, 210, 2, TWO, MEDIUM)                                                                                \
     OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED, MEDIUM)
-#define DYNAMIC_LAID(OF)                                                                                               \
-    OF(PLAIN, plain, 128, 1, BIASED, LARGE)                                                                            \
+#define DYNAMIC_LAID(OF) OF(PLAIN, plain, 128, 1, BIASED, LARGE) DYNAMIC_PACKED4(OF)
+#define DYNAMIC_PACKED4(OF)                                                                                            \
     OF(PACKED4, packed4, 128, 1, LEAST, SMALL)                                                                         \
     OF(FORMATS_END, packed4_high, 128, 1, LEAST, SMALL)
 #define DYNAMIC_TURNS(OF)                                                                                              \

@@ -144,23 +144,23 @@ static void avx2_finish(const Linear *job, const float *sums, int64_t row, int64
         memcpy((float *)job->y + row * job->outputs + n, sums, (size_t)wide * sizeof *sums);
 }
 
-/* A run of a row's groups that are computed alike: from group `first` on, which lies so many bytes from the row's begin. Of
- * the last group maybe not all is there, but `left` bytes. */
+/* A run of groups of a row's `depth` inputs from k on that are computed alike: from group `first` on, which lies so many bytes
+ * from the row's begin. Of the last group maybe not all is there, but `left` bytes. */
 typedef struct {
     const Avx2Ways *ways;
     int64_t first, count, bytes;
     size_t left;
 } Avx2Piece;
 
-static int avx2_pieces(const Linear *job, Avx2Piece pieces[3])
+static int avx2_pieces(const Linear *job, int64_t k, int64_t depth, Avx2Piece pieces[3])
 {
-    int64_t groups = dynamic_groups(job->inputs), whole = job->inputs / DYNAMIC_GROUP, half = groups / 2, end;
+    int64_t groups = dynamic_groups(k + depth), whole = (k + depth) / DYNAMIC_GROUP, half = job->inputs / DYNAMIC_GROUP / 2, end;
     int count = 0;
-    for (int64_t g = 0; g < groups; g = end, count++) {
-        end = job->format == PACKED4 && g < half ? half : g < whole ? whole : groups;
+    for (int64_t g = k / DYNAMIC_GROUP; g < groups; g = end, count++) {
+        end = job->format == PACKED4 && g < half && half < whole ? half : g < whole ? whole : groups;
         const Avx2Ways *ways = avx2_ways_of(job, g);
         pieces[count] = (Avx2Piece){ways, g, end - g, avx2_at(job, ways, g),
-                                    g < whole ? 0 : (size_t)(job->inputs % DYNAMIC_GROUP / DYNAMIC_BLOCK * ways->bytes / 4)};
+                                    g < whole ? 0 : (size_t)((k + depth) % DYNAMIC_GROUP / DYNAMIC_BLOCK * ways->bytes / 4)};
     }
     return count;
 }
@@ -169,7 +169,7 @@ static int avx2_pieces(const Linear *job, Avx2Piece pieces[3])
 static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
 {
     Avx2Piece pieces[3];
-    int count = avx2_pieces(job, pieces);
+    int count = avx2_pieces(job, 0, job->inputs, pieces);
     uint8_t last[2][DYNAMIC_GROUP + 8] = {{0}};
     int64_t groups = dynamic_groups(job->inputs), blocks = 4 * groups;
     for (int64_t n = begin, wide; n < end; n += wide) {

@@ -103,11 +103,11 @@ WITH_ZERO(AWQ, awq)
 
 static void NAME(decode_packed4)(const Coded *row, int64_t k, int count, float *to)
 {
-    int64_t half = row->across;
+    int64_t half = row->across, low = half < k ? 0 : half < k + 32 ? half - k : 32;
     float scale = read_half(row->scales + k / row->group * 2), least = read_half(row->zeros + k / row->group * 2);
     (void)count;
-    for (int64_t i = k; i < k + 32; i++)
-        *to++ = (float)(i < half ? row->w[i] & 15 : row->w[i - half] >> 4) * scale + least;
+    NAME(decode_halves)(row->w + k, 0, scale, least, to, low);
+    NAME(decode_halves)(row->w + k + low - half, 4, scale, least, to + low, 32 - low);
 }
 
 typedef void (*NAME(decoder))(const Coded *, int64_t, int, float *);

@@ -119,7 +119,7 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int long_scales, int r
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
     NUMBERS(FORMAT, format, B, P, K, S)                                                                                \
     DOTS(FORMAT, format, B, P, K, S, 1) DOTS(FORMAT, format, B, P, K, S, 2) DOTS(FORMAT, format, B, P, K, S, 4)
-DYNAMIC_HERE(OF) DYNAMIC_TURNS(OF)
+DYNAMIC_HERE(OF) DYNAMIC_PACKED4(OF) DYNAMIC_TURNS(OF)
 #undef OF
 #undef BIAS
 #undef LONG
@@ -132,13 +132,20 @@ typedef struct {
 } Avx2Numbers;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
     [FORMAT] = {avx2_fill_##format, {avx2_dots_##format##1, avx2_dots_##format##2, avx2_dots_##format##4}},
-static const Avx2Numbers avx2_numbers_of[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_TURNS(OF)};
+static const Avx2Numbers avx2_numbers_of[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_PACKED4(OF) DYNAMIC_TURNS(OF)};
 #undef OF
 
-/* How they are computed; NULL: one after the other. */
-static const Avx2Numbers *avx2_numbers_way(const Linear *job)
+/* Whether they are computed so, and not one after the other. */
+static int avx2_has_numbers(const Linear *job)
 {
-    return avx2_ways_of(job, 0) == NULL || avx2_numbers_of[job->format].fill == NULL ? NULL : avx2_numbers_of + job->format;
+    return avx2_ways_of(job, 0) != NULL && avx2_numbers_of[job->format].fill != NULL;
+}
+
+/* How those of a piece are: INT4_WORDS also with zero points, which are not least values here. */
+static const Avx2Numbers *avx2_numbers_way(const Avx2Piece *piece)
+{
+    int64_t number = piece->ways - avx2_ways;
+    return avx2_numbers_of + (number == GPTQ ? INT4_WORDS : number);
 }
 
 /* Of an output's blocks from input k on: scales, and what `avx2_block` needs more. 0: not all are below 2^96, or numbers may
@@ -204,18 +211,20 @@ static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_
 {
     float scales[DEPTH / DYNAMIC_BLOCK], more[DEPTH / DYNAMIC_BLOCK];
     uint8_t last[DYNAMIC_GROUP + 8] = {0};
-    int64_t blocks = (end - k) / DYNAMIC_BLOCK, whole = blocks / 4 * 4;
-    const Avx2Numbers *way = avx2_numbers_way(job);
+    int64_t blocks = (end - k) / DYNAMIC_BLOCK;
+    Avx2Piece pieces[3];
     if (job->format == FP8 || job->format == F16)
         return avx2_decode_floats(job, n, k, end, to);
-    if (way == NULL || !avx2_ready(job, n, k, blocks, scales, more))
+    if (!avx2_has_numbers(job) || !avx2_ready(job, n, k, blocks, scales, more))
         return 0;
-    const Avx2Ways *ways = avx2_ways_of(job, 0);
-    const uint8_t *at = (const uint8_t *)job->w + n * job->w_row + avx2_at(job, ways, k / DYNAMIC_GROUP);
-    way->fill(at, whole, scales, more, job->form != FLOAT32, to);
-    if (blocks > whole) {
-        memcpy(last, at + whole / 4 * ways->bytes, (size_t)((blocks - whole) * ways->bytes / 4));
-        way->fill(last, blocks - whole, scales + whole, more + whole, job->form != FLOAT32, to + whole * DYNAMIC_BLOCK);
+    int count = avx2_pieces(job, k, blocks * DYNAMIC_BLOCK, pieces);
+    for (const Avx2Piece *piece = pieces; piece < pieces + count; piece++) {
+        const uint8_t *at = (const uint8_t *)job->w + n * job->w_row + piece->bytes;
+        int64_t b = 4 * piece->first - k / DYNAMIC_BLOCK;
+        if (piece->left)
+            at = memcpy(last, at, piece->left);
+        avx2_numbers_way(piece)->fill(at, piece->left ? blocks % 4 : 4 * piece->count, scales + b, more + b,
+                                      job->form != FLOAT32, to + b * DYNAMIC_BLOCK);
     }
     return blocks * DYNAMIC_BLOCK;
 }
@@ -223,7 +232,7 @@ static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_
 /* Whether `avx2_dots` may multiply it with some rows: numbers are rounded, and made of whole codes. */
 static int avx2_has_dots(const Linear *job)
 {
-    return job->form != FLOAT32 && avx2_numbers_way(job) != NULL;
+    return job->form != FLOAT32 && avx2_has_numbers(job);
 }
 
 /* Inputs from k on, of at most DEPTH, of some rows times the outputs n and n + wide - 1 in a block format, whose numbers stay
@@ -233,40 +242,41 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
     float room[4][DEPTH / DYNAMIC_BLOCK];
     uint8_t last[2][DYNAMIC_GROUP + 8];
     float edge[4 * DYNAMIC_GROUP];
-    int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH, blocks = depth / DYNAMIC_BLOCK, groups = blocks / 4;
-    const Avx2Numbers *way = avx2_numbers_way(job);
-    const Avx2Ways *ways = avx2_ways_of(job, 0);
-    size_t left = (size_t)(blocks % 4);
+    int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH, left = depth % DYNAMIC_GROUP / DYNAMIC_BLOCK;
+    Avx2Piece pieces[3];
+    const uint8_t *at[3][2];
     if (depth % DYNAMIC_BLOCK != 0)
         return 0;
-    const float *scales[4] = {room[0], room[1], room[2], room[3]}, *last_scales[4];
-    const uint8_t *at[2], *last_at[2];
+    int count = avx2_pieces(job, k, depth, pieces);
     for (int i = 0; i < 2; i++) {
         int64_t own = n + (i < wide ? i : 0);
-        if (!avx2_ready(job, own, k, blocks, room[i], room[2 + i]))
+        if (!avx2_ready(job, own, k, depth / DYNAMIC_BLOCK, room[i], room[2 + i]))
             return 0;
-        at[i] = (const uint8_t *)job->w + own * job->w_row + avx2_at(job, ways, k / DYNAMIC_GROUP);
-        last_at[i] = at[i] + groups * ways->bytes;
-        if (left && (left != 2 || own + 1 == job->outputs)) { /* else the next row's bytes are read, and not used */
-            memset(last[i], 0, sizeof last[i]);
-            last_at[i] = memcpy(last[i], last_at[i], left * (size_t)ways->bytes / 4);
+        for (int p = 0; p < count; p++) {
+            at[p][i] = (const uint8_t *)job->w + own * job->w_row + pieces[p].bytes;
+            if (pieces[p].left && (left != 2 || own + 1 == job->outputs)) { /* else the next row's bytes are read, not used */
+                memset(last[i], 0, sizeof last[i]);
+                at[p][i] = memcpy(last[i], at[p][i], pieces[p].left);
+            }
         }
     }
-    for (int i = 0; i < 4; i++)
-        last_scales[i] = room[i] + 4 * groups;
     for (int64_t end = row + rows, step; row < end; row += step) {
         int power = end - row >= 4 ? 2 : end - row >= 2 ? 1 : 0;
         __m256 kept[8] = {{0}};
         step = 1 << power;
-        const float *x = (const float *)job->x + row * job->x_row + k;
-        way->dots[power](x, job->x_row, at, groups, 0, scales, kept);
-        if (left == 2)
-            way->dots[power](x + groups * DYNAMIC_GROUP, job->x_row, last_at, 0, 1, last_scales, kept);
-        else if (left) {
-            memset(edge, 0, sizeof edge);
-            for (int64_t r = 0; r < step; r++)
-                memcpy(edge + r * DYNAMIC_GROUP, x + r * job->x_row + groups * DYNAMIC_GROUP, left * 128);
-            way->dots[power](edge, DYNAMIC_GROUP, last_at, 1, 0, last_scales, kept);
+        for (int p = 0; p < count; p++) {
+            const Avx2Numbers *way = avx2_numbers_way(pieces + p);
+            int64_t first = pieces[p].first - k / DYNAMIC_GROUP, x_row = job->x_row, half = pieces[p].left && left == 2;
+            const float *x = (const float *)job->x + row * x_row + k + first * DYNAMIC_GROUP, *scales[4];
+            for (int i = 0; i < 4; i++)
+                scales[i] = room[i] + 4 * first;
+            if (pieces[p].left && !half) {
+                memset(edge, 0, sizeof edge);
+                for (int64_t r = 0; r < step; r++)
+                    memcpy(edge + r * DYNAMIC_GROUP, x + r * x_row, (size_t)left * 128);
+                x = edge, x_row = DYNAMIC_GROUP;
+            }
+            way->dots[power](x, x_row, at[p], half ? 0 : pieces[p].count, (int)half, scales, kept);
         }
         for (int64_t i = 0; i < 2 * step; i++) {
             float *to = (float *)job->y + (row + i / 2) * job->outputs + n + i % 2, sum = avx2_total(kept[i]);
