@@ -31,7 +31,7 @@ def main(name: str, directory: str) -> None:
             ids, mask = inputs["input_ids"], inputs["attention_mask"]
 
             before, began_s = prefixes.stats()["prefixes"]["tokens_restored"], time.perf_counter()
-            cache = prefixes.prefill(ids, attention_mask=mask)
+            cache = prefixes.prefill(ids, attention_mask=mask, timeout_s=30)  # as long as a busy disk may take
             out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=24, do_sample=False)
             prefixes.keep(cache, out, attention_mask=mask)
             elapsed_s = time.perf_counter() - began_s

@@ -13,6 +13,8 @@ import pytest
 
 from docs.examples import chat_prefixes
 from stowage import Memory
+from stowage.cache import cost_model
+from stowage.plugins.transformers import prefix_cache
 from stowage.plugins.transformers.prefix_cache import _NOT_OURS
 from stowage.testing import tiny_models
 from tests.library.conftest import SIZE
@@ -21,6 +23,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "transformers.md").read_text()
 
 
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine so busy that no disk is as quick as computing would be at best."""
+    monkeypatch.setattr(cost_model, "_DEADLINE_LEAST_S", 0.0)
+    monkeypatch.setattr(prefix_cache, "prefill_tokens_per_s_most", lambda _model: 1e15)
+
+
+@pytest.mark.usefixtures("busy")
 def test_the_conversation_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second time every turn is restored up to its last boundary; the answers are the same."""
     path = tiny_models.write("qwen3_next", tmp_path / "model", dataclasses.replace(SIZE, context_tokens=2048))
@@ -54,6 +64,7 @@ def test_the_settings_that_are_named_exist() -> None:
     assert named and named <= known
 
 
+@pytest.mark.usefixtures("busy")
 def test_the_notebook_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
