@@ -10,7 +10,6 @@ moment ago is not remembered: within one tick of the file system's clock it coul
 from __future__ import annotations
 
 import functools
-import json
 import mmap
 import os
 import time
@@ -26,8 +25,6 @@ _HEX = 64
 _PIECE_BYTES = 64 << 20
 _SETTLED_S = 2.0
 """How long a file must have been left alone before its times are trusted to tell whether it changes."""
-_NOT_CONTENT = ("transformers_version", "_name_or_path")
-"""Config entries that say where a model comes from, and nothing about what it computes."""
 
 
 def of_checkpoint(directory: Path, files: Iterable[Path], state_directory: Path | None = None) -> str:
@@ -47,16 +44,14 @@ def of_parameters(model: Any) -> str:
     """
     import torch
 
+    from stowage.weights.changes import config_bytes
+
     source = getattr(model, "stowage", None)
     if source is not None:  # some of its parameters are offloaded
-        named: str = source.identity
-        assert named, "offloaded weights have a name"
+        named: str = source.identity_of_now()
         return named
     whole = blake3(max_threads=_threads())
-    config = getattr(model, "config", None)
-    if config is not None:
-        fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_CONTENT}
-        whole.update(json.dumps(fields, sort_keys=True, default=str).encode() + b"\0")
+    whole.update(config_bytes(model))
     for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
         whole.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
         raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -244,9 +244,9 @@ def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | Non
 
 def _name(source: WeightSource, name: str, model: Any) -> None:
     """``model`` computes with weights called ``name`` that ``source`` delivers: proved, and known to whoever has it."""
-    source.identity = name
     for part in (model, *towers(model)):
         source.prove(part, partial(trial_inputs, part))
+    source.name(name)
     model.stowage = source
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stowage.errors import ModelError, UnsupportedModelError
+from stowage.weights.changes import AsNamed
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.deliveries import Deliveries
 from stowage.weights.delivery import Load, copied
@@ -58,13 +59,25 @@ class WeightSource(Deliveries):
     ) -> None:
         super().__init__(model, placement, loads, checkpoint, image, carrier, host_buffers)
         self.identity = ""
-        """Names the weights, where they have a name."""
+        """Names the weights as they were loaded, where they have a name."""
+        self._named: AsNamed | None = None
         self._own = {id(parameter): parameter for parameter in model.parameters()}
         self._comes_and_goes = any(load.delivery is not Delivery.RESIDENT for load in loads)
         if self._comes_and_goes:
             model.forward = self._passes.around(model.forward, self._learning)
             offloaded = any(load.delivery is not Delivery.MAPPED for load in loads)
             guard(model, self.read, offloaded, self._learning, self._gradients.checkpoint)
+
+    def name(self, identity: str) -> None:
+        """The weights are called ``identity``, as they are now."""
+        self.identity, self._named = identity, AsNamed(self._model)
+
+    def identity_of_now(self) -> str:
+        """``identity``, or another one where somebody has changed the model since: a weight in memory, a layer, its
+        config.
+        """
+        assert self._named is not None, "offloaded weights have a name"
+        return self._named.name(self._model, self.identity)
 
     @property
     def waits(self) -> bool:

@@ -146,7 +146,7 @@ def _put_on(loaded: Any, files: list[Any]) -> None:
                     f"the adapter changes {missed[0]}, whose weight the model uses without calling it. Merge it with "
                     "PEFT: PeftModel.from_pretrained(BASE, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
                 )
-        source.identity = adapter_namespace(bytes.fromhex(source.identity), files[0].digest).hex()
+        source.name(adapter_namespace(bytes.fromhex(source.identity), files[0].digest).hex())
         for name in ("save_pretrained", "merge_and_unload"):
             model.__dict__[name] = partial(_refuse_adapted, name)
     except BaseException:
