@@ -18,10 +18,10 @@ from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.server import listen
 from stowage.server.auth import ApiKeys
-from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.serve import run
-from stowage.server.served import Served
+from stowage.server.served_model import ServedModel
+from stowage.server.supervisor import EngineSupervisor
 from stowage.testing import tiny_models
 from tests.tiers.servers import RedisServer, redis_server
 
@@ -48,8 +48,8 @@ def page(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> str:
     async def serve(engine: Engine) -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         await run(
-            Engines(lambda: engine),
-            Served("tiny"),
+            EngineSupervisor(lambda: engine),
+            ServedModel("tiny"),
             place,
             Limits(),
             ApiKeys([]),

@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerFast
 from stowage.engine import prompts as module
 from stowage.engine.prompts import PromptTooLong, characters_most
 from stowage.errors import RequestError
+from stowage.server.api_errors import ApiError
 from stowage.server.apis import completions
 from stowage.server.bridge import SHORT_BYTES, Bridge
-from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.memory import Reservation
-from stowage.server.refusal import ApiError
-from stowage.server.served import Served
+from stowage.server.served_model import ServedModel
+from stowage.server.supervisor import EngineSupervisor
 from tests.engine.conftest import greedy
 
 WORDS = ["ahoy", "there", " ", "naïve", "漢字", "🚢", "\n", "e\u0301", "x" * 40, "\u1f82", "a\u0323\u0302", "   ", "0"]
@@ -188,7 +188,7 @@ class Waiting(Noting):
 def test_nobody_waits_until_long_prompts_of_others_are_read(engines):
     engine = engines("llama", context_tokens=4096)
     waiting = engine.prompts._tokenizer = Waiting(engine.tokenizer)
-    bridge = Bridge(Engines(lambda: engine), Served("tiny"), Limits(max_queued_requests=2, max_choices=2))
+    bridge = Bridge(EngineSupervisor(lambda: engine), ServedModel("tiny"), Limits(max_queued_requests=2, max_choices=2))
     short = b'{"model": "tiny", "prompt": "ahoy"}'
     text = "ahoy " * 3000
     long = json.dumps({"model": "tiny", "prompt": text}).encode() + b" " * SHORT_BYTES

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stowage.server import page
-from stowage.server.front import STATE
+from stowage.server import dashboard_page
+from stowage.server.middleware import STATE
 from tests.engine.conftest import random_prompt
 from tests.nursery import wait_until
 from tests.server import wire
@@ -92,9 +92,9 @@ FORBIDDEN = (
 )
 
 
-@pytest.mark.parametrize("name", page.SCRIPTS)
+@pytest.mark.parametrize("name", dashboard_page.SCRIPTS)
 def test_no_script_makes_markup_of_data(name: str) -> None:
-    text = page._part(name)
+    text = dashboard_page._part(name)
     assert [word for word in FORBIDDEN.split() if word in text] == []
 
 
@@ -107,7 +107,7 @@ def test_every_part_is_in_the_package() -> None:
     source = root / "src" / "stowage" / "server"
     parts = {path for pattern in listed for path in source.glob(pattern)}
     assert parts == {path for path in source.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
-    assert {path.name for path in parts} == {*page.SCRIPTS, "page.html", "style.css"}
+    assert {path.name for path in parts} == {*dashboard_page.SCRIPTS, "page.html", "style.css"}
 
 
 # numbers

@@ -15,7 +15,7 @@ import pytest
 from docs.examples import rag_server
 from stowage.cli.options import SERVER
 from stowage.config.settings import SETTINGS
-from stowage.server import refusal
+from stowage.server import api_errors
 from tests.depth import mostly_rare
 from tests.server.process import Server
 
@@ -63,7 +63,7 @@ def test_every_flag_with_its_default(name: str) -> None:
 
 
 def test_every_status_that_the_code_can_give() -> None:
-    source = Path(refusal.__file__).parent
+    source = Path(api_errors.__file__).parent
     given = {
         int(status) for path in source.rglob("*.py") for status in re.findall(r"ApiError\(\s*(\d{3})", path.read_text())
     }

@@ -20,10 +20,10 @@ from stowage.engine.prompts import Prompts
 from stowage.errors import ModelError
 from stowage.server import listen
 from stowage.server.auth import ApiKeys
-from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.serve import run
-from stowage.server.served import Served
+from stowage.server.served_model import ServedModel
+from stowage.server.supervisor import EngineSupervisor
 from tests.nursery import wait_until
 
 TEXT = "/v1/completions"
@@ -33,14 +33,16 @@ SHORT = {"model": "tiny", "prompt": "x", "max_tokens": 3, "ignore_eos": True}
 class Here:
     """A server on a thread of this process."""
 
-    def __init__(self, engine: Engine | Engines) -> None:
-        engines = engine if isinstance(engine, Engines) else Engines(lambda: engine)
+    def __init__(self, engine: Engine | EngineSupervisor) -> None:
+        supervisor = engine if isinstance(engine, EngineSupervisor) else EngineSupervisor(lambda: engine)
         place = listen.bind("127.0.0.1", 0)
         self.url = place.url
         self.loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         ready = threading.Event()
-        serving = run(engines, Served("tiny"), place, Limits(shutdown_timeout_s=1), ApiKeys([]), self._stop, ready.set)
+        serving = run(
+            supervisor, ServedModel("tiny"), place, Limits(shutdown_timeout_s=1), ApiKeys([]), self._stop, ready.set
+        )
         self.found: bool | None = None
 
         def work() -> None:
@@ -213,12 +215,12 @@ def test_an_engine_that_is_opened_again(tiny_llama, caplog: pytest.LogCaptureFix
     def broken(_work):
         raise ZeroDivisionError("the secret reason")
 
-    engines = Engines(open_one, 1)
-    here = Here(engines)
+    supervisor = EngineSupervisor(open_one, 1)
+    here = Here(supervisor)
     expected = httpx.post(here.url + TEXT, json=SHORT | {"temperature": 0}).json()["choices"]
     opening.clear()
     go.clear()
-    engines.engine.parts.runner.run = broken  # type: ignore[method-assign,union-attr]
+    supervisor.engine.parts.runner.run = broken  # type: ignore[method-assign,union-attr]
     internal_error(httpx.post(here.url + TEXT, json=SHORT, timeout=60))
     assert opening.wait(60)
     health = httpx.get(here.url + "/health")
@@ -231,23 +233,23 @@ def test_an_engine_that_is_opened_again(tiny_llama, caplog: pytest.LogCaptureFix
     wait_until(lambda: httpx.get(here.url + "/health").status_code == 200, "opened again")
     for _ in range(3):
         assert httpx.post(here.url + TEXT, json=SHORT | {"temperature": 0}).json()["choices"] == expected
-    engines.engine.parts.runner.run = broken  # type: ignore[method-assign,union-attr]
+    supervisor.engine.parts.runner.run = broken  # type: ignore[method-assign,union-attr]
     internal_error(httpx.post(here.url + TEXT, json=SHORT, timeout=60))
     here.ended()
     assert here.found is False and len(opened) == 2
-    engines.close()
+    supervisor.close()
 
 
 def test_an_engine_that_cannot_be_opened_again(tiny_llama) -> None:
-    engines = Engines(lambda: Engine(tiny_llama, Memory(kv_cache_memory="8MiB")), 5)
-    here = Here(engines)
+    supervisor = EngineSupervisor(lambda: Engine(tiny_llama, Memory(kv_cache_memory="8MiB")), 5)
+    here = Here(supervisor)
 
     def refuse() -> Engine:
         raise ModelError("the checkpoint has gone")
 
-    engines._open = refuse
-    engines.engine.parts.runner.run = lambda work: 1 / 0  # type: ignore[method-assign,union-attr]
+    supervisor._open = refuse
+    supervisor.engine.parts.runner.run = lambda work: 1 / 0  # type: ignore[method-assign,union-attr]
     internal_error(httpx.post(here.url + TEXT, json=SHORT, timeout=60))
     here.ended()
-    assert here.found is False and engines.reopened == 1
-    engines.close()
+    assert here.found is False and supervisor.reopened == 1
+    supervisor.close()

@@ -14,14 +14,14 @@ import httpx
 import pytest
 
 from stowage.errors import ConfigError
+from stowage.server.api_errors import ApiError
 from stowage.server.apis import completions
 from stowage.server.bridge import Bridge
-from stowage.server.engines import Engines
+from stowage.server.fair_queue import FairQueue
 from stowage.server.limits import Limits
 from stowage.server.memory import SMALL_BYTES, RequestMemory, Reservation, bytes_to_read
-from stowage.server.refusal import ApiError
-from stowage.server.served import Served
-from stowage.server.turns import Turns
+from stowage.server.served_model import ServedModel
+from stowage.server.supervisor import EngineSupervisor
 from tests.nursery import wait_until
 from tests.server.wire import connected, request
 
@@ -47,8 +47,8 @@ def test_a_ceiling_for_all_and_room_for_small_ones() -> None:
     assert status_of(lambda: other.take(MiB)) == 429
     small.take(SMALL_BYTES)
     assert memory.held_bytes == 57 * MiB and memory.refused == 3
-    for hold in (one, other, small, one):
-        hold.close()
+    for reservation in (one, other, small, one):
+        reservation.close()
     assert memory.held_bytes == 0 and status_of(lambda: Reservation(memory, "c").take(48 * MiB)) == 200
 
 
@@ -58,14 +58,14 @@ def test_many_threads() -> None:
     def work(seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(300):
-            hold = Reservation(memory, str(seed % 3))
+            reservation = Reservation(memory, str(seed % 3))
             for _ in range(chance.randrange(5)):
                 with contextlib.suppress(ApiError):
-                    hold.take(chance.randrange(3 * MiB))
+                    reservation.take(chance.randrange(3 * MiB))
                 most.append(memory.held_bytes)
-            hold.shrink(chance.randrange(3 * MiB))
-            hold.close()
-            hold.note(100)
+            reservation.shrink(chance.randrange(3 * MiB))
+            reservation.close()
+            reservation.note(100)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
     for thread in threads:
@@ -116,18 +116,18 @@ def test_limits_that_do_not_fit() -> None:
 
 def test_clients_take_turns() -> None:
     async def ask() -> list[str]:
-        turns, order, first = Turns("test"), [], threading.Event()
+        queue, order, first = FairQueue("test"), [], threading.Event()
 
         def work(name):
             return lambda job: (first.wait(10), order.append(name))
 
         names = ("a1", "a2", "a3", "a4", "b1", "c1", "b2")
-        asked = [asyncio.create_task(turns.run(name[0], work(name))) for name in names]
+        asked = [asyncio.create_task(queue.run(name[0], work(name))) for name in names]
         await asyncio.sleep(0.01)
         asked[2].cancel()
         first.set()
         await asyncio.gather(*asked, return_exceptions=True)
-        turns.close()
+        queue.close()
         return order
 
     assert asyncio.run(ask()) == ["a1", "a2", "b1", "c1", "b2", "a4"]
@@ -135,7 +135,7 @@ def test_clients_take_turns() -> None:
 
 def test_what_nobody_waits_for_ends_at_its_next_check() -> None:
     async def ask() -> None:
-        turns, reached, checks = Turns("test"), threading.Event(), []
+        queue, reached, checks = FairQueue("test"), threading.Event(), []
 
         def work(job) -> None:
             reached.set()
@@ -144,14 +144,14 @@ def test_what_nobody_waits_for_ends_at_its_next_check() -> None:
                 checks.append(1)
                 time.sleep(0.005)
 
-        task = asyncio.create_task(turns.run("a", work))
+        task = asyncio.create_task(queue.run("a", work))
         await asyncio.to_thread(reached.wait, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         count = len(checks)
-        assert await turns.run("b", lambda job: 5) == 5 and len(checks) == count, "it has ended when that is told"
-        turns.close()
+        assert await queue.run("b", lambda job: 5) == 5 and len(checks) == count, "it has ended when that is told"
+        queue.close()
 
     asyncio.run(ask())
 
@@ -168,15 +168,15 @@ def test_processor_time_of_a_client() -> None:
         return work
 
     async def ask() -> None:
-        turns = Turns("test", 30.0, lambda: now[0])
-        assert await turns.run("a", takes(20)) == 30
+        queue = FairQueue("test", 30.0, lambda: now[0])
+        assert await queue.run("a", takes(20)) == 30
         with pytest.raises(ApiError) as caught:
-            await turns.run("a", takes(11))
-        assert caught.value.status == 429 and await turns.run("b", takes(1)) == 30
+            await queue.run("a", takes(11))
+        assert caught.value.status == 429 and await queue.run("b", takes(1)) == 30
         now[0] += 60
-        assert turns.spent_s("a") == pytest.approx(1, abs=0.1), "what it used comes back, 30 s a minute"
-        assert await turns.run("a", takes(20)) == pytest.approx(29, abs=0.1)
-        turns.close()
+        assert queue.spent_s("a") == pytest.approx(1, abs=0.1), "what it used comes back, 30 s a minute"
+        assert await queue.run("a", takes(20)) == pytest.approx(29, abs=0.1)
+        queue.close()
 
     asyncio.run(ask())
 
@@ -187,21 +187,24 @@ def test_processor_time_of_a_client() -> None:
 def test_an_answer_that_nobody_takes_ends_and_others_go_on(engine) -> None:
     """The one that holds most: a client that asks for many log-probabilities, and reads nothing."""
     limits = Limits(max_body_size=1024, request_memory="1MiB")
-    bridge = Bridge(Engines(lambda: engine), Served("tiny"), limits)
+    bridge = Bridge(EngineSupervisor(lambda: engine), ServedModel("tiny"), limits)
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
     async def ask() -> None:
         holds = [Reservation(bridge.memory, "slow"), Reservation(bridge.memory, "good")]
         bodies = [json.dumps(asked | {"logprobs": 20}).encode(), json.dumps(asked | {"max_tokens": 600}).encode()]
-        asks = [await bridge.read(completions.read, body, hold) for body, hold in zip(bodies, holds, strict=True)]
-        slow, good = [await bridge.open(one, b"", hold) for one, hold in zip(asks, holds, strict=True)]
+        asks = [
+            await bridge.read(completions.read, body, reservation)
+            for body, reservation in zip(bodies, holds, strict=True)
+        ]
+        slow, good = [await bridge.open(one, b"", reservation) for one, reservation in zip(asks, holds, strict=True)]
         tokens, peak = 0, 0
         async for _, delta in good.pieces():
             tokens += len(delta.token_ids)
             peak = max(peak, bridge.memory.held_bytes)
         assert tokens == 600
         until_s = time.monotonic() + 60
-        while slow.hold.bytes and bridge.choices_open > 1 and time.monotonic() < until_s:
+        while slow.reservation.bytes and bridge.choices_open > 1 and time.monotonic() < until_s:
             peak = max(peak, bridge.memory.held_bytes)
             await asyncio.sleep(0.001)
         assert peak <= MiB + 64_000, "no more than some pieces above it"
@@ -210,8 +213,8 @@ def test_an_answer_that_nobody_takes_ends_and_others_go_on(engine) -> None:
                 pass
         assert caught.value.status == 429 and all(request.wait(60) for request in slow.requests)
         good.close()
-        for hold in holds:
-            hold.close()
+        for reservation in holds:
+            reservation.close()
         assert bridge.memory.held_bytes == 0 and bridge.choices_open == 0
 
     try:

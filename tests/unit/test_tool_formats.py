@@ -8,7 +8,7 @@ import random
 import pytest
 
 from stowage.server.tools.formats import FORMATS, of_template
-from stowage.server.tools.parser import OutputParser, Part, Speech
+from stowage.server.tools.parser import OutputParser, OutputSyntax, Part
 
 DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
@@ -105,8 +105,8 @@ CASES = [
 HERMES = next(case for case in CASES if case[0] == "hermes")
 
 
-def read(speech: Speech, text: str, cuts: random.Random | None = None) -> list[tuple[str, str]]:
-    parser, at, parts = OutputParser(speech), 0, list[Part]()
+def read(syntax: OutputSyntax, text: str, cuts: random.Random | None = None) -> list[tuple[str, str]]:
+    parser, at, parts = OutputParser(syntax), 0, list[Part]()
     while at < len(text):
         end = len(text) if cuts is None else at + cuts.choice((1, 1, 2, 3, 9))
         parts += parser.push(text[at:end])
@@ -122,10 +122,10 @@ def read(speech: Speech, text: str, cuts: random.Random | None = None) -> list[t
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
 def test_parts_of_an_answer(name: str, text: str, expected: list[tuple[str, str]]) -> None:
-    speech = Speech(FORMATS[name], harmony=name == "openai", schemas=SCHEMAS)
-    assert read(speech, text) == expected
+    syntax = OutputSyntax(FORMATS[name], harmony=name == "openai", schemas=SCHEMAS)
+    assert read(syntax, text) == expected
     for seed in range(100):
-        assert read(speech, text, random.Random(seed)) == expected, seed
+        assert read(syntax, text, random.Random(seed)) == expected, seed
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,13 @@ def test_parts_of_an_answer(name: str, text: str, expected: list[tuple[str, str]
     ],
 )
 def test_thoughts(text: str, begun: bool, expected: list[tuple[str, str]]) -> None:
-    speech = Speech(FORMATS["hermes"], thinks=True, begun=begun)
+    syntax = OutputSyntax(FORMATS["hermes"], thinks=True, begun=begun)
     for cuts in (None, *map(random.Random, range(50))):
-        assert read(speech, text, cuts) == expected
+        assert read(syntax, text, cuts) == expected
 
 
 def test_only_the_first_call_counts_where_one_is_wanted() -> None:
-    assert read(Speech(FORMATS["hermes"], parallel=False), HERMES[1]) == HERMES[2][:3]
+    assert read(OutputSyntax(FORMATS["hermes"], parallel=False), HERMES[1]) == HERMES[2][:3]
 
 
 def test_random_texts_lose_nothing_but_markers() -> None:
@@ -167,11 +167,11 @@ def test_random_texts_lose_nothing_but_markers() -> None:
         "<",
     ]
     for name in FORMATS:
-        speech = Speech(FORMATS[name], thinks=name != "openai", harmony=name == "openai")
+        syntax = OutputSyntax(FORMATS[name], thinks=name != "openai", harmony=name == "openai")
         for _ in range(300):
             text = "".join(chance.choices(words, k=chance.randrange(1, 9)))
-            whole = read(speech, text)
-            assert read(speech, text, chance) == whole
+            whole = read(syntax, text)
+            assert read(syntax, text, chance) == whole
             assert not ("x" in text and name != "openai" and not any("x" in part for _, part in whole)), (
                 name,
                 text,

@@ -19,10 +19,10 @@ from stowage.models.pooling import is_embedding_model
 
 if TYPE_CHECKING:
     from stowage.server.auth import ApiKeys
-    from stowage.server.engines import Engines
     from stowage.server.limits import Limits
     from stowage.server.listen import ListenAddress
-    from stowage.server.served import ServedEmbedder
+    from stowage.server.served_model import ServedEmbedder
+    from stowage.server.supervisor import EngineSupervisor
 
 FAILED = 70
 """The status after a failure of the engine: not 2, which is wrong use, so that supervisors start the server anew."""
@@ -55,7 +55,7 @@ def serve(
     settings.memory()  # what is wrong is told before the model is loaded
     from stowage.server import auth, listen
     from stowage.server.limits import Limits
-    from stowage.server.served import Served, origins
+    from stowage.server.served_model import ServedModel, origins
 
     limits = Limits(**{item.name: settings[item.name] for item in fields(Limits)})
     path = settings["api_key_file"]
@@ -75,13 +75,15 @@ def serve(
     adapters = _named(adapter or [], name)
     check_given(model, adapters)
     beside = _embedder(embedding_model, _name_of(embedding_model), settings) if embedding_model else None
-    served = Served(name, *parsers, pages, beside)
-    from stowage.server.engines import Engines
+    served = ServedModel(name, *parsers, pages, beside)
     from stowage.server.serve import serve as run
+    from stowage.server.supervisor import EngineSupervisor
 
-    with Engines(partial(open_engine, model, settings, adapters, chat_template), limits.max_reopens) as engines:
-        ready = partial(_tell, engines, name, address, keys, json=json)
-        if not run(engines, served, address, limits, keys, ready):
+    with EngineSupervisor(
+        partial(open_engine, model, settings, adapters, chat_template), limits.max_reopens
+    ) as supervisor:
+        ready = partial(_tell, supervisor, name, address, keys, json=json)
+        if not run(supervisor, served, address, limits, keys, ready):
             complain("The engine has failed; the log has the reason. The server ends, so that it can be started anew.")
             raise typer.Exit(FAILED)
         note("Stopping: writing what is held to the tiers below ..." if settings["disk"] else "Stopping.")
@@ -94,7 +96,7 @@ def _embedder(model: str, name: str, settings: Settings) -> "ServedEmbedder":
         )
     import_quickly(settings["device"])
     from stowage.engine.embedder import Embedder
-    from stowage.server.served import ServedEmbedder
+    from stowage.server.served_model import ServedEmbedder
 
     quiet_libraries()
     return ServedEmbedder(name, Embedder(model, settings["dtype"]))
@@ -142,11 +144,11 @@ def _name_of(model: str) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def _tell(engines: "Engines", name: str, address: "ListenAddress", keys: "ApiKeys", *, json: bool) -> None:
+def _tell(supervisor: "EngineSupervisor", name: str, address: "ListenAddress", keys: "ApiKeys", *, json: bool) -> None:
     """Says what is served, where, and what lies in which memory."""
     from stowage.engine.placement_report import placement
 
-    engine = engines.engine
+    engine = supervisor.engine
     assert engine is not None, "the first one"
     lines = placement(engine)
     if json:

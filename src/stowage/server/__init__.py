@@ -1,8 +1,7 @@
-"""The HTTP server: an API that OpenAI clients speak, over one engine. Needs the extra `stowage[server]`.
+"""The HTTP server: the APIs of OpenAI and Anthropic over one engine. Needs the extra `stowage[server]`.
 
-    connections ── front ── app ── openai ── bridge ── engine
-    bytes, limits  keys,    routes fields    threads
-                   counts
+    connections ── middleware ── app ── apis ── bridge ── engine
+    bytes, limits  keys, counts  routes fields  threads
 
 Nothing outside this package imports Starlette or uvicorn.
 """

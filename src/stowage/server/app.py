@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stowage import __version__
 from stowage.engine.engine import Delta
-from stowage.server import page
+from stowage.server import dashboard_page
+from stowage.server.api_errors import bad, no_model
 from stowage.server.apis import (
     chat,
     completions,
@@ -31,26 +32,25 @@ from stowage.server.apis import (
     tokenization,
 )
 from stowage.server.apis.answer import Answer, Scores
-from stowage.server.apis.ask import Ask
+from stowage.server.apis.generation_request import GenerationRequest
 from stowage.server.auth import ApiKeys
-from stowage.server.bodies import Bodies, took_too_long
+from stowage.server.body_reader import BodyReader, took_too_long
 from stowage.server.bridge import Bridge, Exchange, Read
 from stowage.server.counts import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Counts, tasks
 from stowage.server.embedding import EMBEDDINGS, Embedding, described
-from stowage.server.front import PAGE, STATE, VISIT, Front, Visit
-from stowage.server.journal import Journal
 from stowage.server.limits import Limits
 from stowage.server.memory import Reservation, bytes_asked, bytes_encoded, bytes_to_read, entries
-from stowage.server.refusal import bad, no_model
-from stowage.server.stream import DONE, Events, encoded, patiently, send_json, while_connected
-from stowage.server.watch import Watch
+from stowage.server.middleware import CONTEXT, PAGE, STATE, Middleware, RequestContext
+from stowage.server.monitor import Monitor
+from stowage.server.request_history import RequestHistory
+from stowage.server.stream import DONE, EventStream, encoded, send_json, while_connected, with_keep_alive
 
 
-def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: Watch, host: str | None) -> ASGIApp:
-    """The application. `host` is the name that the server listens under; None: it may be asked under any name."""
+def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: Monitor, host: str | None) -> ASGIApp:
+    """The application. `host` is the name that the server listens under; None: any `Host` header is accepted."""
     plain = Plain(bridge, counts)
     dashboard = Dashboard(watch)
-    bodies, journal = Bodies(limits), watch.journal
+    body_reader, request_history = BodyReader(limits), watch.request_history
     routes = [
         Route(PAGE, dashboard.page),
         Route(STATE, dashboard.state),
@@ -61,11 +61,11 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
         Route("/v1/models", plain.models),
         Route("/v1/models/{model:path}", plain.model),
         *(
-            Route(route, Generation(api, bridge, limits, counts, bodies, journal), methods=["POST"])
+            Route(route, Generation(api, bridge, limits, counts, body_reader, request_history), methods=["POST"])
             for route, api in APIS
         ),
     ]
-    routes += [Route(path, Lookup(read, bridge, limits, bodies), methods=["POST"]) for path, read in LOOKUPS]
+    routes += [Route(path, Lookup(read, bridge, limits, body_reader), methods=["POST"]) for path, read in LOOKUPS]
     embedding = bridge.served.embedding
     if embedding is not None:
         routes.insert(
@@ -79,11 +79,11 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
         request_memory_bytes=("held for requests: bodies, their reading, answers", lambda: bridge.memory.held_bytes),
         request_memory_limit_bytes=("that may be held for requests", lambda: bridge.memory.limit_bytes),
         request_memory_refused=("requests that were refused for lack of it", lambda: bridge.memory.refused),
-        engine_reopened=("times the engine was opened again after a failure", lambda: bridge.engines.reopened),
+        engine_reopened=("times the engine was opened again after a failure", lambda: bridge.supervisor.reopened),
         server_tasks=("tasks of the server's event loop", tasks(loop)),
     )
     router = Router(routes, redirect_slashes=False)
-    front = Front(router, keys, counts, [route.path for route in routes], host)
+    front = Middleware(router, keys, counts, [route.path for route in routes], host)
     if not bridge.served.allowed_origins:
         return front
     methods, shown = ("GET", "POST"), ("x-request-id", "retry-after")
@@ -94,7 +94,7 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
 
 
 class Plain:
-    """Routes that compute nothing."""
+    """Routes that generate nothing."""
 
     def __init__(self, bridge: Bridge, counts: Counts) -> None:
         self._bridge = bridge
@@ -102,8 +102,8 @@ class Plain:
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken in."""
-        status, reopened = self._bridge.status, self._bridge.engines.reopened
+        """200 while requests are accepted."""
+        status, reopened = self._bridge.status, self._bridge.supervisor.reopened
         told = {"status": status} | ({"reopened": reopened} if reopened else {})
         return JSONResponse(told, 200 if status == "ok" else 503)
 
@@ -126,7 +126,7 @@ class Plain:
         return JSONResponse(self._described(name))
 
     def names(self) -> tuple[str, ...]:
-        """Of what generates."""
+        """The names of the models that generate: the base model and its adapters."""
         return (self._bridge.name, *self._bridge.engine.adapter_names)
 
     @property
@@ -149,19 +149,19 @@ class Plain:
 
 
 class Dashboard:
-    """The page at /, and what it shows."""
+    """The page at / and the state that it shows."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Monitor) -> None:
         self._watch = watch
-        self._page, self._headers = page.load()
+        self._page, self._headers = dashboard_page.load()
 
     async def page(self, request: Request) -> Response:
         return Response(self._page, headers=self._headers)
 
     async def state(self, request: Request) -> Response:
         after_s = _seconds(request.query_params.get("after", "0"))
-        visit: Visit = request.scope[VISIT]
-        return JSONResponse(await self._watch.state(visit.tenant, after_s), headers=page.PRIVATE)
+        context: RequestContext = request.scope[CONTEXT]
+        return JSONResponse(await self._watch.state(context.tenant, after_s), headers=dashboard_page.PRIVATE)
 
 
 def _seconds(text: str) -> float:
@@ -176,9 +176,9 @@ def _seconds(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """One that generates: how its requests are read, and what answers them."""
+    """An API that generates: how its requests are read, and the class of its answers."""
 
-    read: Read[Ask]
+    read: Read[GenerationRequest]
     answer: type[Answer]
 
 
@@ -202,60 +202,68 @@ class Generation:
     """One API that generates: an ASGI application."""
 
     def __init__(
-        self, api: Api, bridge: Bridge, limits: Limits, counts: Counts, bodies: Bodies, journal: Journal
+        self,
+        api: Api,
+        bridge: Bridge,
+        limits: Limits,
+        counts: Counts,
+        body_reader: BodyReader,
+        request_history: RequestHistory,
     ) -> None:
         self._api = api
         self._bridge = bridge
         self._limits = limits
         self._counts = counts
-        self._bodies = bodies
-        self._journal = journal
+        self._body_reader = body_reader
+        self._request_history = request_history
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit: Visit = scope[VISIT]
+        context: RequestContext = scope[CONTEXT]
         self._bridge.refuse_if_full()
-        hold = Reservation(self._bridge.memory, visit.client)
+        reservation = Reservation(self._bridge.memory, context.client)
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):
-                body = await self._bodies.read(Request(scope, receive), hold)
-                hold.take(bytes_to_read(body))
-                ask = await while_connected(receive, self._bridge.read(self._api.read, body, hold))
+                body = await self._body_reader.read(Request(scope, receive), reservation)
+                reservation.take(bytes_to_read(body))
+                request = await while_connected(receive, self._bridge.read(self._api.read, body, reservation))
                 del body
-                hold.shrink(bytes_asked(ask))
-                await while_connected(receive, self._serve(ask, visit, send, hold))
+                reservation.shrink(bytes_asked(request))
+                await while_connected(receive, self._serve(request, context, send, reservation))
         except TimeoutError as error:
             raise took_too_long(self._limits) from error
         finally:
-            hold.close()
+            reservation.close()
 
-    async def _serve(self, ask: Ask, visit: Visit, send: Send, hold: Reservation) -> None:
-        self._counts.asked(visit.route, ask)
-        exchange = await self._bridge.open(ask, visit.tenant.salt(ask.cache_salt), hold)
-        self._journal.begin(visit, exchange)
+    async def _serve(
+        self, request: GenerationRequest, context: RequestContext, send: Send, reservation: Reservation
+    ) -> None:
+        self._counts.asked(context.route, request)
+        exchange = await self._bridge.open(request, context.tenant.salt(request.cache_salt), reservation)
+        self._request_history.begin(context, exchange)
         try:
-            answer = self._api.answer(ask, exchange.vocabulary, exact=exchange.exact)
-            await (self._stream if ask.stream else self._whole)(exchange, answer, visit, send)
+            answer = self._api.answer(request, exchange.vocabulary, exact=exchange.exact)
+            await (self._stream if request.stream else self._whole)(exchange, answer, context, send)
         finally:
             exchange.close()
 
-    async def _whole(self, exchange: Exchange, answer: Answer, visit: Visit, send: Send) -> None:
+    async def _whole(self, exchange: Exchange, answer: Answer, context: RequestContext, send: Send) -> None:
         logprobs = characters = 0
-        async for _, delta in self._pieces(exchange, answer, visit):
+        async for _, delta in self._pieces(exchange, answer, context):
             logprobs += entries(delta.logprobs) + entries(delta.prompt_logprobs)
             characters += len(delta.text)
-        exchange.hold.take(bytes_encoded(logprobs, characters))
+        exchange.reservation.take(bytes_encoded(logprobs, characters))
         await send_json(send, 200, await self._bridge.run(lambda: encoded(answer.whole(exchange.scores))))
 
-    async def _stream(self, exchange: Exchange, answer: Answer, visit: Visit, send: Send) -> None:
-        events = visit.events = Events(send, answer.failure)
+    async def _stream(self, exchange: Exchange, answer: Answer, context: RequestContext, send: Send) -> None:
+        events = context.events = EventStream(send, answer.failure)
         await events.begin()
         for name, opening in answer.opening():
             await events.event(encoded(opening), name)
-        ask, pieces = exchange.ask, self._pieces(exchange, answer, visit)
-        while (piece := await patiently(lambda: anext(pieces, None), events.still_there)) is not None:
+        request, pieces = exchange.request, self._pieces(exchange, answer, context)
+        while (piece := await with_keep_alive(lambda: anext(pieces, None), events.keep_alive)) is not None:
             choice, delta = piece
-            scores = exchange.scores.get(choice // ask.n, ())
-            if scores:  # with them a piece may be long
+            scores = exchange.scores.get(choice // request.n, ())
+            if scores:  # with prompt log-probabilities a piece may be long to encode
                 found = await self._bridge.run(partial(_events, answer, choice, delta, scores))
             else:
                 found = _events(answer, choice, delta, ())
@@ -265,15 +273,17 @@ class Generation:
             await events.event(encoded(last), name)
         await events.end(DONE if answer.done_event else b"")
 
-    async def _pieces(self, exchange: Exchange, answer: Answer, visit: Visit) -> AsyncIterator[tuple[int, Delta]]:
-        """The exchange's pieces; notes in passing what is counted, and which choices have ended."""
+    async def _pieces(
+        self, exchange: Exchange, answer: Answer, context: RequestContext
+    ) -> AsyncIterator[tuple[int, Delta]]:
+        """The exchange's pieces. Updates the counters, and tells the answer which choices have ended."""
         async for choice, delta in exchange.pieces():
-            if visit.first_token_s is None:
-                visit.first_token_s = visit.seconds
-                self._counts.first_token.labels(visit.route).observe(visit.first_token_s)
+            if context.first_token_s is None:
+                context.first_token_s = context.seconds
+                self._counts.first_token.labels(context.route).observe(context.first_token_s)
             if delta.completion is not None:
                 answer.ended(choice, delta.completion)
-                self._counts.ended(visit.route, exchange.ask, choice, delta.completion)
+                self._counts.ended(context.route, exchange.request, choice, delta.completion)
             yield choice, delta
 
 
@@ -282,24 +292,24 @@ def _events(answer: Answer, choice: int, delta: Delta, scores: Scores) -> list[t
 
 
 class Lookup:
-    """A question that is answered without the engine: an ASGI application. `read` understands the body and answers."""
+    """A route that generates nothing: an ASGI application. `read` parses the body and returns the answer."""
 
-    def __init__(self, read: Read[dict[str, Any]], bridge: Bridge, limits: Limits, bodies: Bodies) -> None:
+    def __init__(self, read: Read[dict[str, Any]], bridge: Bridge, limits: Limits, body_reader: BodyReader) -> None:
         self._read = read
         self._bridge = bridge
         self._limits = limits
-        self._bodies = bodies
+        self._body_reader = body_reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit: Visit = scope[VISIT]
-        hold = Reservation(self._bridge.memory, visit.client)
+        context: RequestContext = scope[CONTEXT]
+        reservation = Reservation(self._bridge.memory, context.client)
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):
-                body = await self._bodies.read(Request(scope, receive), hold)
-                hold.take(bytes_to_read(body))
-                found = await while_connected(receive, self._bridge.read(self._read, body, hold))
+                body = await self._body_reader.read(Request(scope, receive), reservation)
+                reservation.take(bytes_to_read(body))
+                found = await while_connected(receive, self._bridge.read(self._read, body, reservation))
                 await send_json(send, 200, await self._bridge.run(lambda: encoded(found)))
         except TimeoutError as error:
             raise took_too_long(self._limits) from error
         finally:
-            hold.close()
+            reservation.close()

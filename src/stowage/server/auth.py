@@ -1,8 +1,8 @@
-"""Who may ask, and what keeps one client's cached prefixes apart from another's.
+"""API keys: authentication, and the salts that isolate one client's cached prefixes from another's.
 
-Owns the API keys. They are kept as digests, compared in constant time and never shown: no message, log line or metric
-holds one. A client's prefixes are found only under salts that are made with HMAC from its own key, so clients with
-different keys share nothing, and the `cache_salt` of a request divides a client's own prefixes further.
+Owns the keys. They are kept as digests, compared in constant time and never shown: no message, log line or metric
+holds one. A client's prefixes are found only under salts that HMAC derives from its own key, so clients with different
+keys share nothing, and the `cache_salt` of a request divides a client's own prefixes further.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _CONTEXT: Final = b"stowage 2026 salt of an API key, encoding 1"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One client. Without API keys there is one tenant, everybody, and its secret is empty."""
+    """One client. Without API keys all clients are one tenant, whose secret is empty."""
 
     secret: bytes = field(default=b"", repr=False)
 
     def salt(self, cache_salt: str) -> bytes:
-        """What the engine keeps this client's prefixes apart by; empty for everybody without a `cache_salt`."""
+        """The engine's salt for this client's prefixes; empty without API keys and without a `cache_salt`."""
         if not self.secret and not cache_salt:
             return b""
         return hmac.digest(self.secret or _CONTEXT, cache_salt.encode(), "sha256")
 
 
 class ApiKeys:
-    """The keys that are known; none: everybody may ask."""
+    """The valid keys. Without any, every request is accepted."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._known = [
@@ -54,9 +54,8 @@ class ApiKeys:
         return len(self._known)
 
     def tenant(self, authorization: bytes | None, *, basic: bool = False) -> Tenant | None:
-        """Whose key the header `authorization` holds; None: nobody's. A wrong key takes as long as a right one.
-
-        `basic`: it may also be the password of HTTP Basic, which is what a browser can send; the user is not looked at.
+        """The tenant of the key in the header `authorization`; None: no valid key. A wrong key takes as long as a right
+        one. `basic`: the key may also be the password of HTTP Basic, which browsers can send; the user name is ignored.
         """
         if not self._known:
             return Tenant()
@@ -73,7 +72,7 @@ class ApiKeys:
 
 
 def _password(encoded: bytes) -> bytes:
-    """Of `base64(user:password)`; empty where it is not that."""
+    """The password in `base64(user:password)`; empty for anything else."""
     try:
         return base64.b64decode(encoded, validate=True).partition(b":")[2]
     except binascii.Error:
@@ -107,7 +106,7 @@ _HOW_TO_MAKE: Final = "Put one there: (umask 077; openssl rand -hex 32 >> {file}
 
 
 def _checked(lines: Iterable[str], where: str) -> list[str]:
-    """The keys among `lines`: without empty ones and comments. What is wrong with one is told without showing it."""
+    """The keys among `lines`, without empty lines and comments. An error does not show the key."""
     keys = []
     for number, line in enumerate(lines, start=1):
         key = line.strip()
@@ -127,9 +126,9 @@ def _checked(lines: Iterable[str], where: str) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    """The file, if it is a regular one of ours that nobody else can read or write; no link."""
+    """The text of the file, which must be a regular file (no link) that only its owner, this user, can access."""
     try:
-        # Without O_NONBLOCK a pipe would hold us up until somebody writes to it.
+        # Without O_NONBLOCK, opening a pipe would block until something writes to it.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
         way_out = _HOW_TO_MAKE.format(file=shlex.quote(str(path)))

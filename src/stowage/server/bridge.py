@@ -1,9 +1,8 @@
-"""Between the event loop and the engine's thread: requests go over, pieces of answers come back.
+"""Between the event loop and the engine's thread: requests are submitted, pieces of answers come back.
 
-Owns what is open, and who reads what when. The engine never waits for the loop, and the loop never for the engine:
-pieces are put into an inbox that the loop empties when it comes to it, and pieces that wait there are handed out as
-one, so a slow client costs no more memory than its answer; that counts (`server.memory`). An exchange that is closed
-before its end cancels what it has in the engine.
+Owns the open exchanges and the threads that read requests. Neither side waits for the other: the engine puts pieces
+into an exchange's inbox, and the loop takes all that wait there as one piece, so a slow client costs no more memory
+than its answer, which is accounted for (`server.memory`). An exchange that is closed early cancels its engine requests.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ from stowage.engine.engine import Delta, Engine, Request
 from stowage.engine.prompts import Begin
 from stowage.engine.sampling import TokenLogprob
 from stowage.errors import ConfigError, RequestError, StowageError
-from stowage.server.apis.ask import Ask
+from stowage.server.api_errors import ApiError, bad, busy, internal, reopening, stopping
+from stowage.server.apis.generation_request import GenerationRequest
 from stowage.server.apis.reader import Reader
-from stowage.server.engines import Engines
+from stowage.server.fair_queue import FairQueue, Job
 from stowage.server.limits import Limits
 from stowage.server.memory import RequestMemory, Reservation, bytes_of_piece
-from stowage.server.refusal import ApiError, bad, busy, internal, reopening, stopping
-from stowage.server.served import Served
-from stowage.server.turns import Job, Turns
+from stowage.server.served_model import ServedModel
+from stowage.server.supervisor import EngineSupervisor
 from stowage.server.vocabulary import Vocabulary
 
 T = TypeVar("T")
 Read = Callable[[Reader, bytes | bytearray, Begin], T]
-"""Understands the body of a request."""
+"""Parses the body of a request."""
 logger = logging.getLogger("stowage.server")
 _RETRY_AFTER_S_MAX: Final = 60
 SHORT_BYTES: Final = 1 << 16
-"""Bodies up to this are read on a thread of their own, so that they never wait for the long ones of others."""
+"""Bodies up to this size are read on a thread of their own, so that they never wait for the long ones of others."""
 
 
 class Bridge:
     """One engine at a time, for one event loop. All methods are called on the loop's thread."""
 
-    def __init__(self, engines: Engines, served: Served, limits: Limits) -> None:
-        self.engines = engines
+    def __init__(self, supervisor: EngineSupervisor, served: ServedModel, limits: Limits) -> None:
+        self.supervisor = supervisor
         self.served, self.name = served, served.name
         self._limits = limits
         self._adopt(self.engine)
@@ -54,56 +53,56 @@ class Bridge:
         self.max_num_seqs = self.engine.memory.max_num_seqs
         self.max_choices = self.max_num_seqs + limits.max_queued_requests
         self.choices_open = 0
-        self.stopping = self._renewing = False
+        self.stopping = self._reopening = False
         self._exchanges: set[Exchange] = set()
         self._seconds = 1.0
-        """How long a request takes, as far as the last ones tell."""
+        """Moving average of how long a request takes."""
         self.memory = RequestMemory(limits.request_bytes_max)
-        self._reading = Turns("stowage-read")
-        self._reading_long = Turns("stowage-read-long", limits.reading_timeout_s)
+        self._reading = FairQueue("stowage-read")
+        self._reading_long = FairQueue("stowage-read-long", limits.reading_timeout_s)
         self._submitting = ThreadPoolExecutor(1, "stowage-submit")
         self._looking = ThreadPoolExecutor(1, "stowage-look")
 
     @property
     def engine(self) -> Engine:
         """Raises ApiError while there is none."""
-        if self.engines.engine is None:
+        if self.supervisor.engine is None:
             raise reopening()
-        return self.engines.engine
+        return self.supervisor.engine
 
     @property
     def status(self) -> str:
-        """`ok` while requests are taken in; `stopping`, `reopening`, or `failed`."""
+        """`ok` while requests are accepted; `stopping`, `reopening`, or `failed`."""
         if self.stopping:
             return "stopping"
-        if self._renewing:
+        if self._reopening:
             return "reopening"
-        return "ok" if self.engines.engine is not None and self.engines.engine.alive else "failed"
+        return "ok" if self.supervisor.engine is not None and self.supervisor.engine.alive else "failed"
 
     def stats(self) -> dict[str, Any]:
-        """The engine's; while there is none, what they were. Waits for its lock."""
-        engine = self.engines.engine
+        """The engine's statistics, or its last ones while there is no engine. Waits for the engine's lock."""
+        engine = self.supervisor.engine
         if engine is not None:
             self._stats = engine.stats()
         return self._stats
 
-    async def renew(self) -> None:
-        """The engine has failed, and everybody who waited for it was told: open another one. Requests are refused
+    async def reopen(self) -> None:
+        """Open another engine after the last one failed. Open exchanges end with an error, and requests are refused
         meanwhile. Raises what opening it raises.
         """
-        self._renewing = True
+        self._reopening = True
         try:
             self.end_all(reopening())
             for exchange in list(self._exchanges):
                 exchange.close()
-            await asyncio.get_running_loop().run_in_executor(None, self._renew)
+            await asyncio.get_running_loop().run_in_executor(None, self._reopen)
         finally:
-            self._renewing = False
+            self._reopening = False
 
-    def _renew(self) -> None:
+    def _reopen(self) -> None:
         self.stats()
-        del self.reader, self.vocabulary  # which know the old one
-        self.engines.renew()
+        del self.reader, self.vocabulary  # they refer to the old engine
+        self.supervisor.reopen()
         self._adopt(self.engine)
 
     def _adopt(self, engine: Engine) -> None:
@@ -111,32 +110,32 @@ class Bridge:
         self.reader = Reader(engine, self.served, self._limits)
         self.vocabulary = Vocabulary(engine.tokenizer)
 
-    async def read(self, read: Read[T], body: bytes | bytearray, hold: Reservation) -> T:
-        """Understand a body with one of the APIs' functions, when it is the turn of its client. Until that is done it
-        counts as one choice. Raises ApiError.
+    async def read(self, read: Read[T], body: bytes | bytearray, reservation: Reservation) -> T:
+        """Parse a body with one of the APIs' functions, when it is its client's turn. Meanwhile it counts as one
+        choice. Raises ApiError.
         """
         self.refuse_if_full()
-        turns = self._reading if len(body) <= SHORT_BYTES else self._reading_long
+        queue = self._reading if len(body) <= SHORT_BYTES else self._reading_long
         reader = self.reader
 
         def work(job: Job) -> T:
-            return read(reader, body, hold.tokenizing(job.check))
+            return read(reader, body, reservation.tokenizing(job.check))
 
         self.choices_open += 1
         try:
-            return await turns.run(hold.client, work)
+            return await queue.run(reservation.client, work)
         finally:
             self.choices_open -= 1
 
     def look(self, at: Callable[[], T]) -> asyncio.Future[T]:
-        """Ask the engine something that waits for its lock, which a step may hold for long."""
+        """Run a query that waits for the engine's lock, which a step may hold for long."""
         return asyncio.get_running_loop().run_in_executor(self._looking, at)
 
     def refuse_if_full(self, choices: int = 1) -> None:
-        """Raises ApiError while so many more choices cannot be taken in."""
+        """Raises ApiError while there is no room for this many more choices."""
         if self.stopping:
             raise stopping()
-        if self._renewing:
+        if self._reopening:
             raise reopening()
         if self.choices_open + choices > self.max_choices:
             what = (
@@ -144,14 +143,14 @@ class Bridge:
             )
             raise busy(what, min(_RETRY_AFTER_S_MAX, math.ceil(self._seconds)))
 
-    async def open(self, ask: Ask, salt: bytes, hold: Reservation) -> Exchange:
-        """Submit `ask` to the engine. The caller closes the exchange. Raises ApiError."""
-        self.refuse_if_full(ask.choices)
-        self.choices_open += ask.choices
-        exchange = Exchange(self, ask, salt, hold)
+    async def open(self, request: GenerationRequest, salt: bytes, reservation: Reservation) -> Exchange:
+        """Submit a request to the engine. The caller closes the exchange. Raises ApiError."""
+        self.refuse_if_full(request.choices)
+        self.choices_open += request.choices
+        exchange = Exchange(self, request, salt, reservation)
         self._exchanges.add(exchange)
         try:
-            await exchange.submit(range(0, ask.choices, ask.n))
+            await exchange.submit(range(0, request.choices, request.n))
         except BaseException:
             exchange.close()
             raise
@@ -163,14 +162,14 @@ class Bridge:
             exchange.fail(error)
 
     def relieve(self) -> None:
-        """Answers that nobody takes hold more than there is memory for: the request that holds most ends."""
-        most = max(self._exchanges, key=lambda exchange: exchange.hold.bytes, default=None)
+        """Where unsent answers exceed the memory limit, end the request that holds the most."""
+        most = max(self._exchanges, key=lambda exchange: exchange.reservation.bytes, default=None)
         if most is not None and self.memory.held_bytes > self.memory.limit_bytes:
             most.fail(busy("The answer waits for its client, and takes more memory than the server has for that.", 5))
             most.close()
 
     def close(self) -> None:
-        """Cancel what is still open, and let the threads end."""
+        """Cancel all open exchanges, and let the threads end."""
         for exchange in list(self._exchanges):
             exchange.close()
         self._reading.close()
@@ -181,25 +180,25 @@ class Bridge:
     def closed(self, exchange: Exchange, seconds: float) -> None:
         """Called by an exchange when it closes."""
         self._exchanges.remove(exchange)
-        self.choices_open -= exchange.ask.choices
+        self.choices_open -= exchange.request.choices
         self._seconds += 0.1 * (seconds - self._seconds)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Do what takes too long for the event loop, after what was given earlier."""
+        """Run work that takes too long for the event loop on a thread, in the order of the calls."""
         return await asyncio.get_running_loop().run_in_executor(self._submitting, work)
 
 
 class Exchange:
-    """What one HTTP request has in the engine. Of several choices of one prompt the first goes ahead; the others follow
-    when its prompt is computed, and reuse it.
+    """The engine requests of one HTTP request. Of several choices of one prompt the first is submitted alone; the
+    others follow when its prompt is computed, and reuse it.
     """
 
-    def __init__(self, bridge: Bridge, ask: Ask, salt: bytes, hold: Reservation) -> None:
-        self.ask = ask
-        self.hold = hold
+    def __init__(self, bridge: Bridge, request: GenerationRequest, salt: bytes, reservation: Reservation) -> None:
+        self.request = request
+        self.reservation = reservation
         self.began_s = time.monotonic()
         self.scores: dict[int, list[TokenLogprob | None]] = {}
-        """By prompt: its tokens' log-probabilities, where they were asked for and are known."""
+        """By prompt: the log-probabilities of its tokens, where they were requested and are known."""
         self._bridge = bridge
         self._engine = bridge.engine
         self.exact = self._engine.exact
@@ -219,7 +218,7 @@ class Exchange:
 
     @property
     def requests(self) -> list[Request]:
-        """What it has in the engine: first one request for each prompt, then those that follow them."""
+        """Its engine requests: first one for each prompt, then those of the other choices."""
         return list(self._requests)
 
     async def submit(self, choices: Iterable[int]) -> None:
@@ -228,9 +227,9 @@ class Exchange:
 
     def _submit(self, choices: Iterable[int]) -> None:
         """On the reading thread, since it takes time in proportion to the prompts."""
-        engine, ask = self._engine, self.ask
+        engine, request = self._engine, self.request
         for choice in choices:
-            prompt, params = ask.prompts[choice // ask.n], ask.params_of(choice)
+            prompt, params = request.prompts[choice // request.n], request.params_of(choice)
 
             def hand_over(delta: Delta, choice: int = choice) -> None:
                 self._hand_over(choice, delta)
@@ -239,7 +238,7 @@ class Exchange:
                 if self._closed:
                     return
                 try:
-                    adapter = ask.model if ask.model in engine.adapter_names else ""
+                    adapter = request.model if request.model in engine.adapter_names else ""
                     self._requests.append(
                         engine.submit(prompt.tokens, params, hand_over, salt=self._salt, adapter=adapter)
                     )
@@ -264,36 +263,36 @@ class Exchange:
                 logger.debug("a piece came after the server had ended")
 
     def _note(self, nbytes: int) -> bool:
-        """What its answers hold has grown. Whether there is memory for that."""
+        """Count `nbytes` more for unsent answers; whether that is within the memory limit."""
         with self._noting:
             if self._closed:
                 return True
             self._noted_bytes += nbytes
-            return self.hold.note(nbytes)
+            return self.reservation.note(nbytes)
 
     async def pieces(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Pieces of all choices as they come, until every choice has its completion. Raises ApiError."""
-        ask, left, ahead = self.ask, self.ask.choices, set(range(0, self.ask.choices, self.ask.n))
+        """Pieces of all choices as they arrive, until every choice has its completion. Raises ApiError."""
+        request, left, ahead = self.request, self.request.choices, set(range(0, self.request.choices, self.request.n))
         while left:
             for choice, delta in (await self._next()).items():
                 if delta.completion is not None:
                     left -= 1
                 if choice in ahead:
                     ahead.remove(choice)
-                    self.scores[choice // ask.n] = list(delta.prompt_logprobs)
-                    if ask.n > 1:
-                        await self.submit(range(choice + 1, choice + ask.n))
+                    self.scores[choice // request.n] = list(delta.prompt_logprobs)
+                    if request.n > 1:
+                        await self.submit(range(choice + 1, choice + request.n))
                 yield choice, delta
 
     async def _next(self) -> dict[int, Delta]:
-        """What has come since the last call, one piece for each choice that has any; waits for some."""
+        """What arrived since the last call, merged to one piece per choice. Waits until there is any."""
         await self._news.wait()
         self._news.clear()
-        self._told = False  # before the inbox is emptied: what comes from now on is told anew
+        self._told = False  # before the inbox is emptied, so that later pieces set the event again
         if self._failure is not None:
             raise self._failure
         come: dict[int, list[Delta]] = {}
-        if self.ask.stream:  # what came before is sent; a whole answer is kept until its end
+        if self.request.stream:  # the pieces of the last call are sent; a whole answer is kept until its end
             self._note(-self._sending_bytes)
         self._sending_bytes = 0
         while self._inbox:
@@ -311,17 +310,17 @@ class Exchange:
         return merged
 
     def fail(self, error: ApiError) -> None:
-        """End with `error`, at the next piece that is waited for."""
+        """End with `error`: the next wait for a piece raises it."""
         self._failure = error
         self._news.set()
 
     def close(self) -> None:
-        """Cancel what has not ended. Closing again does nothing."""
+        """Cancel the engine requests that have not ended. Closing again does nothing."""
         with self._lock, self._noting:
             if self._closed:
                 return
             self._closed = True
-            self.hold.note(-self._noted_bytes)
+            self.reservation.note(-self._noted_bytes)
         self._inbox.clear()
         for request in self._requests:
             self._engine.cancel(request)

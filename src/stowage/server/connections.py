@@ -1,9 +1,9 @@
-"""Connections: how many there may be, and how long a client may take over its part.
+"""Connections: how many there may be, and how long a client may take to send and to read.
 
-Owns the timers that uvicorn has none for, and how a connection ends. It does when the head of a request is not there in
-time, when the client reads nothing for too long, and when there are too many. A client that is refused while it still
-sends gets its answer: the rest of what it sends is thrown away for a while, because closing at once would reset the
-connection, and the answer with it. Nothing here looks at what is said.
+Owns the timers that uvicorn lacks, and how a connection ends. It ends when the head of a request does not arrive in
+time, when the client reads nothing for too long, and when there are too many connections. A client that is refused
+while it still sends gets its answer: the rest of what it sends is discarded for a while, because closing at once would
+reset the connection, and the answer with it. Content is not looked at.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from stowage.server.api_errors import ApiError
 from stowage.server.limits import Limits
-from stowage.server.refusal import ApiError
 from stowage.server.stream import send_json
 
 LINGER_S: Final = 5.0
 LINGER_BYTES: Final = 64 << 20
-"""How long, and how much of what a refused client still sends is thrown away."""
+"""How long, and up to how many bytes, the rest of a refused request is discarded."""
 
 
 def protocol(limits: Limits) -> type[asyncio.Protocol]:
@@ -73,11 +73,11 @@ class Connection(H11Protocol):
 
     @property
     def lingers(self) -> bool:
-        """Whether all is said, and what still comes is thrown away."""
+        """Whether the answer is sent, and what still arrives is discarded."""
         return self._linger_timer is not None
 
     def end(self) -> None:
-        """Close the connection; later, if the client is in the middle of sending what nobody wants."""
+        """Close the connection; only after a while where the client is still sending a refused request."""
         sending = self._refused or (self.cycle is not None and self.cycle.more_body)
         if not sending or self._real.is_closing():
             self._real.close()
@@ -126,7 +126,7 @@ class Connection(H11Protocol):
             self._head_timer = self.loop.call_later(self.limits.header_timeout_s, self.transport.abort)
 
     def _say(self, error: ApiError) -> None:
-        """An answer beside the application, and the end of the connection."""
+        """Answer without the application, and end the connection."""
         self._head_timer = _stopped(self._head_timer)
         self._refused = True
         body = error.encoded
@@ -139,7 +139,7 @@ class Connection(H11Protocol):
 
 
 class _Ending:
-    """A transport that is closed the way its connection wants it."""
+    """A transport whose `close` is `Connection.end`."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         self._transport = transport
@@ -156,7 +156,7 @@ class _Ending:
 
 
 def _within(app: ASGIApp, header_bytes_max: int) -> ASGIApp:
-    """`app` for requests with a head of that size; h11 only bounds what it has to wait for."""
+    """`app`, which refuses larger request heads: h11 limits a head only while it waits for the rest of it."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         line = len(scope["method"]) + len(scope["raw_path"]) + len(scope["query_string"]) + len("  HTTP/1.1\r\n\r\n")
@@ -174,7 +174,7 @@ def _head_too_large(header_bytes_max: int) -> str:
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """Stop a timer; what it is to be replaced with: none."""
+    """Stop a timer. Returns None, to replace it with."""
     if timer is not None:
         timer.cancel()
     return None

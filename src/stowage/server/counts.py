@@ -1,7 +1,7 @@
-"""What the server counts about requests, beside the engine's own statistics: one page for Prometheus.
+"""The server's Prometheus metrics: its own counters of requests, and the engine's statistics.
 
-Owns a registry of its own, so that two servers in one process do not mix. Labels come from fixed tables, never from
-what a client sent. docs/reference/metrics.md lists all.
+Owns a registry of its own, so that two servers in one process do not mix. Label values come from fixed tables, never
+from a client. docs/reference/metrics.md lists all metrics.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.samples import Sample
 
 from stowage.engine.engine import Completion
 from stowage.metrics import Collector
-from stowage.server.apis.ask import Ask
+from stowage.server.apis.generation_request import GenerationRequest
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
@@ -25,7 +25,7 @@ MESSAGES: Final = "/v1/messages"
 RESPONSES: Final = "/v1/responses"
 GENERATION: Final = (COMPLETIONS, CHAT, MESSAGES, RESPONSES)
 CLIENT_LEFT: Final = 499
-"""Counted in place of a status where the client had left before there was one."""
+"""Counted as the status where the client disconnected before there was one."""
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _PER_TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
@@ -67,24 +67,24 @@ class Counts:
         ProcessCollector(registry=registry)
 
     def watch(self, stats: Callable[[], Any], **gauges: tuple[str, Callable[[], float]]) -> None:
-        """Add the engine's statistics, and gauges that are read when somebody asks: name, help and function of each."""
+        """Add the engine's statistics, and gauges that are read on each scrape: name, help and function of each."""
         self.registry.register(Collector(stats))
         for name, (about, read) in gauges.items():
             Gauge(f"stowage_{name}", about, registry=self.registry).set_function(read)
 
     def text(self) -> bytes:
-        """The page. Waits for the engine's lock: not on the event loop."""
+        """The page for Prometheus. Waits for the engine's lock, so not on the event loop."""
         return generate_latest(_WithoutCreation(self.registry))
 
     def request(self, route: str, status: int, seconds: float) -> None:
         self.requests.labels(route, str(status)).inc()
         self.seconds.labels(route).observe(seconds)
 
-    def asked(self, route: str, ask: Ask) -> None:
-        self.prompt_tokens.labels(route).observe(sum(len(prompt.tokens) for prompt in ask.prompts))
+    def asked(self, route: str, request: GenerationRequest) -> None:
+        self.prompt_tokens.labels(route).observe(sum(len(prompt.tokens) for prompt in request.prompts))
 
     def numbers(self) -> dict[str, float]:
-        """What the page at / shows of these counters, over all routes."""
+        """The counters that the dashboard shows, summed over all routes."""
         asked = [s for s in _samples(self.requests) if s.labels.get("route") in GENERATION]
         return {
             "requests": _sum(asked, "_total"),
@@ -93,13 +93,13 @@ class Counts:
             "first_token_s": _sum(_samples(self.first_token), "_sum"),
         }
 
-    def ended(self, route: str, ask: Ask, choice: int, completion: Completion) -> None:
+    def ended(self, route: str, request: GenerationRequest, choice: int, completion: Completion) -> None:
         """One choice has its completion."""
         self.choices.labels(route, completion.finish_reason).inc()
-        self.answer_tokens.labels(route).inc(0 if ask.silent else len(completion.token_ids))
+        self.answer_tokens.labels(route).inc(0 if request.silent else len(completion.token_ids))
         if completion.decode_tokens_per_s:
             self.per_token.labels(route).observe(1 / completion.decode_tokens_per_s)
-        if choice % ask.n == 0:
+        if choice % request.n == 0:
             for tier, tokens in completion.reused_tokens.items():
                 self.cached_tokens.labels(tier).inc(tokens)
 
@@ -113,7 +113,7 @@ def _sum(samples: Iterable[Sample], suffix: str) -> float:
 
 
 class _WithoutCreation(_Collector):
-    """A registry's metrics without the times at which each was made, which would double the page."""
+    """A registry's metrics without their `_created` times, which would double the page."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._whole = registry
@@ -126,5 +126,5 @@ class _WithoutCreation(_Collector):
 
 
 def tasks(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """The event loop's tasks; from any thread."""
+    """Counts the event loop's tasks, from any thread."""
     return lambda: float(len(asyncio.all_tasks(loop)))

@@ -1,7 +1,7 @@
-"""`/v1/embeddings`: OpenAI's, with a model that makes vectors of texts.
+"""`/v1/embeddings`, as OpenAI defines it, with an embedding model.
 
-Owns the thread that computes, one text after the other; a client that leaves is not computed for any longer. Each text
-is computed alone, so its vector does not depend on what is asked beside it.
+Owns the thread that computes, one text at a time, and stops when the client disconnects. Each text is computed alone,
+so its embedding does not depend on the others of a request.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from stowage.errors import RequestError
+from stowage.server.api_errors import ApiError, bad, busy
 from stowage.server.apis.embeddings import generates
-from stowage.server.bodies import Bodies, took_too_long
+from stowage.server.body_reader import BodyReader, took_too_long
 from stowage.server.counts import Counts
 from stowage.server.fields import Fields, parse_object
-from stowage.server.front import VISIT, Visit
 from stowage.server.limits import Limits
 from stowage.server.memory import RequestMemory, Reservation, bytes_to_read
-from stowage.server.refusal import ApiError, bad, busy
-from stowage.server.served import ServedEmbedder
+from stowage.server.middleware import CONTEXT, RequestContext
+from stowage.server.served_model import ServedEmbedder
 from stowage.server.stream import encoded, send_json, while_connected
 
 __all__ = ["EMBEDDINGS", "Embedding", "described"]
 
 EMBEDDINGS: Final = "/v1/embeddings"
 TEXTS_MAX: Final = 2048
-"""As many as OpenAI takes in one request."""
+"""OpenAI's limit for one request."""
 _NUMBER_BYTES: Final = 64
-"""Of one number of an answer, while it is made and written."""
+"""Memory of one number of an answer, as a Python object and as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What one request wants: `texts` as text or tokens, and how their vectors are written."""
+    """One request, parsed: `texts` as text or tokens; `packed`: embeddings are answered in base64."""
 
     texts: tuple[str | list[int], ...]
     dimension: int
@@ -50,7 +50,7 @@ class _Asked:
 
 
 class Embedding:
-    """An ASGI application. `generating`: names of models here that have no vectors."""
+    """An ASGI application. `generating`: names of the models here that generate text and have no embeddings."""
 
     def __init__(
         self,
@@ -62,36 +62,36 @@ class Embedding:
     ) -> None:
         self._served, self._generating = served, generating
         self._memory, self._limits, self._counts = memory, limits, counts
-        self._bodies = Bodies(limits)
+        self._body_reader = BodyReader(limits)
         self._computing = ThreadPoolExecutor(1, "stowage-embed")
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit: Visit = scope[VISIT]
+        context: RequestContext = scope[CONTEXT]
         if self._open > self._limits.max_queued_requests:
             raise busy(f"{self._open} requests for embeddings wait; try again later.", 1)
-        hold, left = Reservation(self._memory, visit.client), threading.Event()
+        reservation, left = Reservation(self._memory, context.client), threading.Event()
         self._open += 1
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):
-                body = await self._bodies.read(Request(scope, receive), hold)
-                hold.take(bytes_to_read(body))
-                answer = await while_connected(receive, self._run(lambda: self._answer(body, hold, left)))
+                body = await self._body_reader.read(Request(scope, receive), reservation)
+                reservation.take(bytes_to_read(body))
+                answer = await while_connected(receive, self._run(lambda: self._answer(body, reservation, left)))
                 await send_json(send, 200, answer)
         except TimeoutError as error:
             raise took_too_long(self._limits) from error
         finally:
             left.set()
             self._open -= 1
-            hold.close()
+            reservation.close()
 
     async def _run(self, work: Callable[[], bytes]) -> bytes:
         return await asyncio.get_running_loop().run_in_executor(self._computing, work)
 
-    def _answer(self, body: bytearray, hold: Reservation, left: threading.Event) -> bytes:
+    def _answer(self, body: bytearray, reservation: Reservation, left: threading.Event) -> bytes:
         """On the computing thread. Raises ApiError."""
         asked = self._read(body)
-        hold.take(len(asked.texts) * asked.dimension * _NUMBER_BYTES)
+        reservation.take(len(asked.texts) * asked.dimension * _NUMBER_BYTES)
         embedder = self._served.embedder
         data: list[dict[str, Any]] = []
         tokens = 0
@@ -148,7 +148,7 @@ def _texts(given: object) -> tuple[str | list[int], ...]:
 
 
 def _cut(vector: list[float], dimension: int) -> list[float]:
-    """Its first numbers, with length one again where any were cut: as Matryoshka models are made for."""
+    """The first `dimension` numbers, normalized again where any were cut (Matryoshka embeddings)."""
     if dimension == len(vector):
         return vector
     length = math.sqrt(sum(number * number for number in vector[:dimension]))
@@ -162,7 +162,7 @@ def _written(vector: list[float], *, packed: bool) -> str | list[float]:
 
 
 def described(served: ServedEmbedder, created: int) -> dict[str, Any]:
-    """What `/v1/models` says of it."""
+    """Its entry in `/v1/models`."""
     return {
         "id": served.name,
         "object": "model",

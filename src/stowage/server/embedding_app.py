@@ -1,4 +1,4 @@
-"""The routes of a server that has a model for embeddings and no other."""
+"""The routes of a server that has an embedding model and no other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from stowage import __version__
+from stowage.server.api_errors import bad, no_model
 from stowage.server.auth import ApiKeys
 from stowage.server.counts import GENERATION, Counts
 from stowage.server.embedding import EMBEDDINGS, Embedding, described
-from stowage.server.front import Front
 from stowage.server.limits import Limits
 from stowage.server.memory import RequestMemory
-from stowage.server.refusal import bad, no_model
-from stowage.server.served import ServedEmbedder
+from stowage.server.middleware import Middleware
+from stowage.server.served_model import ServedEmbedder
 
 __all__ = ["build"]
 
@@ -61,7 +61,7 @@ def build(
     routes = [Route(path, found) for path, found in plain.items()]
     routes += [Route(path, generate, methods=["POST"]) for path in GENERATION]
     routes.append(Route(EMBEDDINGS, making, methods=["POST"]))
-    front = Front(Router(routes, redirect_slashes=False), keys, counts, [route.path for route in routes], host)
+    front = Middleware(Router(routes, redirect_slashes=False), keys, counts, [route.path for route in routes], host)
     if not origins:
         return front
     shown = ("x-request-id", "retry-after")

@@ -1,5 +1,5 @@
-"""Reads the fields of a JSON object one by one. What has the wrong type or range, and what nobody asked for, is refused
-with the field's name; `null` is the same as leaving a field out, as it is for OpenAI.
+"""Reads the fields of a JSON object one by one. A field of the wrong type or range, or one that no reader took, is
+refused by name. `null` is the same as leaving a field out, as it is for OpenAI.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from stowage.server.refusal import ApiError, bad
+from stowage.server.api_errors import ApiError, bad
 
 _SHOWN_CHARACTERS = 40
 
@@ -37,7 +37,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 class Fields:
-    """One object's fields. Each reader takes its field out; `finish` refuses what is left."""
+    """One object's fields. Each method takes its field out; `finish` refuses those that are left."""
 
     def __init__(self, value: dict[str, Any], where: str = "") -> None:
         self._left = {name: item for name, item in value.items() if item is not None}
@@ -49,12 +49,12 @@ class Fields:
         return f"{self._where}.{name}" if self._where else name
 
     def take(self, name: str) -> Any:
-        """The field as it is; None: it is not there."""
+        """The field's value, unchecked; None where it is missing."""
         self._read.add(name)
         return self._left.pop(name, None)
 
     def peek(self, name: str) -> Any:
-        """The field as it is, which is still to be read."""
+        """The field's value, which stays to be read."""
         return self._left.get(name)
 
     def given(self, name: str) -> bool:
@@ -135,7 +135,7 @@ class Fields:
         return tuple(value)
 
     def tokens(self, name: str, most: int, vocabulary: int) -> tuple[int, ...]:
-        """Ids of tokens."""
+        """Token ids."""
         found = self.wholes(name, most)
         wrong = next((token for token in found if not 0 <= token < vocabulary), None)
         if wrong is not None:
@@ -145,7 +145,7 @@ class Fields:
         return found
 
     def biases(self, name: str, most: int, vocabulary: int) -> dict[int, float]:
-        """Numbers from -100 to 100 by token, which JSON has as text."""
+        """Numbers from -100 to 100 by token id; JSON has the ids as strings."""
         value = self.take(name)
         if value is None:
             return {}
@@ -178,19 +178,19 @@ class Fields:
         return value
 
     def without_effect(self, *names: str) -> None:
-        """Fields that change nothing about an answer, and are of use to OpenAI's own service only."""
+        """Accept and ignore fields that change nothing about an answer."""
         for name in names:
             self.take(name)
 
     def neutral(self, name: str, *values: object) -> None:
-        """A field that is understood, and served only where it asks for nothing: with one of `values`."""
+        """Accept a field that is not supported, but only with one of `values`, which ask for nothing."""
         value = self.take(name)
         if value is not None and not any(value == item and type(value) in _alike(item) for item in values):
             what = f"{self.path(name)!r} is not supported by this server. Leave it out."
             raise bad(what, self.path(name), "unsupported_parameter")
 
     def finish(self) -> None:
-        """Refuses what nobody has read, `null` or not."""
+        """Refuse fields that were not read, `null` or not."""
         for name in sorted(self._names - self._read):
             shown = _short(name)
             near = difflib.get_close_matches(name[:_SHOWN_CHARACTERS], self._read, n=1, cutoff=0.75)

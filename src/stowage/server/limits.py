@@ -1,6 +1,4 @@
-"""What one client, and all of them together, may ask of the server. Every limit has a default; docs/serving.md explains
-each. Checked when it is made.
-"""
+"""The server's limits, for one client and for all together. Each has a default; docs/serving.md explains them."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from stowage.config.wording import shown_value
 from stowage.errors import ConfigError
 
 BODIES_AT_ONCE = 8
-"""The memory of requests is at least so many bodies of the largest size."""
+"""`request_memory` must hold at least this many bodies of the largest size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The address that the server listens on. Taken before a model is loaded, so that a port in use is told at once."""
+"""The address that the server listens on. Bound before a model is loaded, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXAMPLE = "--host 127.0.0.1, --host ::1, or --host 0.0.0.0 for every address of
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """A bound socket, which does not accept anything yet, and the name that was asked for."""
+    """A bound socket, which does not listen yet, and the host that was given."""
 
     socket: socket.socket
     host: str
@@ -32,7 +32,7 @@ class ListenAddress:
 
 
 def bind(host: str, port: int) -> ListenAddress:
-    """What an address or a name and a port mean. Port 0: any that is free. Raises ConfigError."""
+    """Bind a socket to a host (address or name) and port. Port 0: any that is free. Raises ConfigError."""
     host = host.strip()
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -61,7 +61,7 @@ def bind(host: str, port: int) -> ListenAddress:
 
 
 def cannot_listen(text: str, error: OSError) -> str:
-    """What to say about an address that cannot be had."""
+    """The error message for an address that cannot be used."""
     reasons = {
         errno.EADDRINUSE: "another program listens there. Stop it, or choose another port (0 takes any that is free)",
         errno.EADDRNOTAVAIL: f"this machine has no such address. Write {_EXAMPLE}",

@@ -1,11 +1,11 @@
-"""The memory of requests: bodies that arrive, what reading them takes, and answers that wait for their clients.
+"""Accounts for the memory of requests: bodies, what reading them takes, and answers that wait for their clients.
 
     body --take--> text, tokenizer --take--> prompts ... answer --note--> client
 
-Owns one sum for the whole server, and its ceiling. What is to be read is asked for before work on it begins, and is
-refused beyond the ceiling. What the engine computes cannot be refused: it is noted, and beyond the ceiling the request
-that holds most has to go. An eighth is set aside for small requests, and one client has at most three quarters.
-Numbers are estimates that err on the large side, from the sizes of Python's objects.
+Owns one sum for the whole server, and its limit. Memory for reading is taken before the work begins, and refused above
+the limit. What the engine computes cannot be refused: it is noted, and above the limit the request that holds the most
+is ended. An eighth is reserved for small requests, and one client may hold at most three quarters. The numbers are
+estimates from the sizes of Python objects, on the large side.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Final
 
 from stowage.engine.engine import Delta
 from stowage.engine.sampling import TokenLogprob
-from stowage.server.apis.ask import Ask
-from stowage.server.refusal import ApiError
+from stowage.server.api_errors import ApiError
+from stowage.server.apis.generation_request import GenerationRequest
 
 SMALL_BYTES: Final = 1 << 20
-"""Requests that hold no more may use what is set aside."""
+"""Requests that hold no more may use the reserved eighth."""
 TOKENIZER_BYTES: Final = 100
-"""Of a tokenizer for each character: the normalized text with its offsets, and the tokens with theirs."""
+"""What a tokenizer takes per character: the normalized text with its offsets, and the tokens with theirs."""
 _COPIES, _WIDE_COPIES = 4, 12
-"""Of a text, while it is read: of the body, of its value, and of what a chat template makes of it. One character that
-is not ASCII may make four bytes of each.
+"""Bytes per byte of a text while it is read: the body, its JSON value, and the chat template's output. The second
+number is for texts that are not ASCII, which may take four bytes per character.
 """
 _VALUE_BYTES, _OBJECT_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES, _PIECE_BYTES = 72, 240, 72, 160, 512
 _ENCODED_BYTES: Final = 800
-"""Of one log-probability in an answer: as an object with its bytes, and as JSON."""
+"""What one log-probability of an answer takes: as an object with its bytes, and as JSON."""
 
 
 class RequestMemory:
-    """For any thread. ``held_bytes`` is what all requests hold now."""
+    """Thread-safe. ``held_bytes`` is what all requests hold now."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -43,7 +43,7 @@ class RequestMemory:
         self._lock = threading.Lock()
 
     def take(self, client: str, nbytes: int, *, small: bool) -> bool:
-        """Whether ``client`` may hold so many more bytes; then it does."""
+        """Take ``nbytes`` for ``client`` if the limits allow it; returns whether they do."""
         with self._lock:
             held = self._of.get(client, 0)
             most = self.limit_bytes if small else self.limit_bytes - self.limit_bytes // 8
@@ -55,7 +55,7 @@ class RequestMemory:
             return True
 
     def note(self, client: str, nbytes: int) -> bool:
-        """``client`` holds so many more bytes, or fewer. Whether that is within the ceiling."""
+        """Add ``nbytes``, which may be negative, for ``client``. Returns whether the sum is within the limit."""
         with self._lock:
             held = self._of.pop(client, 0) + nbytes
             if held:
@@ -70,7 +70,7 @@ class RequestMemory:
 
 
 class Reservation:
-    """What one request holds. Gives it back when it is closed; then nothing can be taken any more."""
+    """The memory of one request. Closing it returns the memory; after that nothing can be taken."""
 
     def __init__(self, memory: RequestMemory, client: str) -> None:
         self.client = client
@@ -80,7 +80,7 @@ class Reservation:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> None:
-        """Before so many bytes are used. Raises ApiError: 429 where there will be room later, 413 where never."""
+        """Take ``nbytes`` before they are used. Raises ApiError: 429 where there is no room now, 413 where never."""
         with self._lock:
             if self._closed:
                 return
@@ -100,7 +100,7 @@ class Reservation:
         )  # fmt: skip
 
     def note(self, nbytes: int) -> bool:
-        """So many bytes more, or fewer. Whether all is within the ceiling."""
+        """Add ``nbytes``, which may be negative. Returns whether the server's sum is within its limit."""
         with self._lock:
             if self._closed:
                 return True
@@ -108,12 +108,12 @@ class Reservation:
             return self._memory.note(self.client, nbytes)
 
     def shrink(self, nbytes: int) -> None:
-        """From now on it is no more than so many bytes."""
+        """Return all but ``nbytes``."""
         self.note(min(0, nbytes - self.bytes))
 
     def tokenizing(self, check: Callable[[], None]) -> Callable[[int], None]:
-        """For `Prompts.read`: called before so many characters are tokenized, and with 0 at the end. Calls `check`,
-        which may raise, then takes what that needs instead of what was taken before.
+        """A callback for `Prompts.read`, which calls it with the number of characters before it tokenizes them, and
+        with 0 at the end. It calls `check`, which may raise, and replaces what the call before took.
         """
         taken = 0
 
@@ -136,21 +136,21 @@ class Reservation:
 
 
 def bytes_to_read(body: bytes | bytearray) -> int:
-    """What is held while a body is read as JSON, besides the body: its values, and texts in copies."""
+    """What parsing a JSON body takes besides the body: its values, and copies of texts."""
     objects, values = body.count(b"{"), body.count(b",") + body.count(b"[") + body.count(b":")
     copies = _COPIES if body.isascii() and b"\\u" not in body else _WIDE_COPIES
     return copies * len(body) + _OBJECT_BYTES * objects + _VALUE_BYTES * (values + 1)
 
 
-def bytes_asked(ask: Ask) -> int:
-    """What is held of a request that was read, until its answer ends: for the server and for the engine."""
-    return sum(_TOKEN_BYTES * len(prompt.tokens) + 4 * len(prompt.text) for prompt in ask.prompts) + _PIECE_BYTES * (
-        ask.choices
-    )
+def bytes_asked(request: GenerationRequest) -> int:
+    """What a parsed request takes until its answer ends, in the server and in the engine."""
+    return sum(
+        _TOKEN_BYTES * len(prompt.tokens) + 4 * len(prompt.text) for prompt in request.prompts
+    ) + _PIECE_BYTES * (request.choices)
 
 
 def bytes_of_piece(delta: Delta) -> int:
-    """What a piece of an answer holds until it is sent."""
+    """What a piece of an answer takes until it is sent."""
     nbytes = _PIECE_BYTES + 4 * len(delta.text) + _TOKEN_BYTES * len(delta.token_ids)
     if delta.completion is not None:
         nbytes += 4 * len(delta.completion.text) + _TOKEN_BYTES * len(delta.completion.token_ids)
@@ -158,10 +158,10 @@ def bytes_of_piece(delta: Delta) -> int:
 
 
 def bytes_encoded(logprobs: int, characters: int) -> int:
-    """What it takes to make JSON of an answer."""
+    """What encoding an answer as JSON takes."""
     return _ENCODED_BYTES * logprobs + 16 * characters
 
 
 def entries(reports: Sequence[TokenLogprob | None]) -> int:
-    """How many log-probabilities these are."""
+    """The number of log-probabilities in these reports."""
     return sum(1 + len(report.top) for report in reports if report is not None)

@@ -1,10 +1,10 @@
-"""Runs the server until it is told to stop, and stops it in order.
+"""Runs the server until it is told to stop, and shuts it down in order.
 
-    signal ── no new connections or requests ── running requests end, at most shutdown_timeout_s ── the rest is told ──
-              the engine is closed by whoever opened it, which writes what it holds to its tiers
+    signal ── no new connections or requests ── running requests end, at most shutdown_timeout_s ── the others get an
+              error ── the engine's owner closes it, which writes its cached chunks to its tiers
 
-A second signal ends the process at once. An engine that has failed ends the server the same way: every client is told,
-and whoever started the server learns it, so that a new one can be.
+A second signal ends the process at once. When the engine has failed and may not be opened again, the server shuts down
+the same way, and `serve` returns False.
 """
 
 from __future__ import annotations
@@ -21,38 +21,41 @@ from starlette.types import ASGIApp
 
 from stowage.errors import ConfigError
 from stowage.server import embedding_app
+from stowage.server.api_errors import stopping
 from stowage.server.app import build
 from stowage.server.auth import ApiKeys
 from stowage.server.bridge import Bridge
 from stowage.server.connections import protocol
 from stowage.server.counts import Counts
-from stowage.server.engines import Engines
 from stowage.server.limits import Limits
 from stowage.server.listen import ListenAddress, cannot_listen
-from stowage.server.refusal import stopping
-from stowage.server.served import Served, ServedEmbedder
-from stowage.server.watch import Watch
+from stowage.server.monitor import Monitor
+from stowage.server.served_model import ServedEmbedder, ServedModel
+from stowage.server.supervisor import EngineSupervisor
 
 logger = logging.getLogger("stowage.server")
 _BACKLOG: Final = 512
 _LAST_WORDS_S: Final = 2.0
-"""For telling clients that their requests will not be finished."""
+"""Time to send clients the error that their requests will not be finished."""
 _TICK_S: Final = 0.02
 _LOOK_S: Final = 0.2
 """How often the engine is asked whether it has failed."""
 
 
 def serve(
-    engines: Engines, served: Served, address: ListenAddress, limits: Limits, keys: ApiKeys, ready: Callable[[], None]
+    supervisor: EngineSupervisor,
+    served: ServedModel,
+    address: ListenAddress,
+    limits: Limits,
+    keys: ApiKeys,
+    ready: Callable[[], None],
 ) -> bool:
-    """Serve an engine as `served` says until SIGINT or SIGTERM, or until it has failed and no other may be opened: then
-    False. Calls `ready` when requests are taken in. Raises ConfigError.
-
-    On the main thread, because signals come there.
+    """Serve until SIGINT or SIGTERM, or until the engine has failed and no other may be opened: then False. Calls
+    `ready` once requests are accepted. Raises ConfigError. To be called on the main thread, which gets the signals.
     """
 
     async def until_signal() -> bool:
-        return await run(engines, served, address, limits, keys, _signalled(), ready)
+        return await run(supervisor, served, address, limits, keys, _signalled(), ready)
 
     return asyncio.run(until_signal())
 
@@ -65,7 +68,7 @@ def serve_embeddings(
     keys: ApiKeys,
     ready: Callable[[], None],
 ) -> None:
-    """`serve` for a model that makes vectors of texts, alone. Raises ConfigError."""
+    """`serve` for an embedding model alone. Raises ConfigError."""
 
     async def until_signal() -> None:
         stop, guarded = _signalled(), len(keys) or address.loopback
@@ -104,8 +107,8 @@ def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 
 
 async def run(
-    engines: Engines,
-    served: Served,
+    supervisor: EngineSupervisor,
+    served: ServedModel,
     address: ListenAddress,
     limits: Limits,
     keys: ApiKeys,
@@ -113,8 +116,8 @@ async def run(
     ready: Callable[[], None],
 ) -> bool:
     """`serve` without signals, until `stop` is set."""
-    bridge, counts = Bridge(engines, served, limits), Counts()
-    watch = Watch(bridge, counts)
+    bridge, counts = Bridge(supervisor, served, limits), Counts()
+    watch = Monitor(bridge, counts)
     guarded = len(keys) or address.loopback
     app = build(bridge, keys, limits, counts, watch, address.host if guarded else None)
     server = _server(app, limits)
@@ -125,7 +128,7 @@ async def run(
             await asyncio.sleep(_TICK_S)
         if server.started:
             ready()
-            while await _fails(engines, running, stop) and await _renewed(bridge):
+            while await _fails(supervisor, running, stop) and await _reopened(bridge):
                 pass
         await _stop(server, running, bridge, limits)
     except OSError as error:
@@ -135,27 +138,27 @@ async def run(
         with contextlib.suppress(asyncio.CancelledError):
             await sampling
         bridge.close()
-    return not engines.failed
+    return not supervisor.failed
 
 
-async def _fails(engines: Engines, running: asyncio.Task[None], stop: asyncio.Event) -> bool:
-    """Wait for the end; whether it is that of the engine, and another may be opened."""
-    ends = {asyncio.create_task(stop.wait()), asyncio.create_task(_failure(engines))}
+async def _fails(supervisor: EngineSupervisor, running: asyncio.Task[None], stop: asyncio.Event) -> bool:
+    """Wait for the end of the server; returns whether the engine has failed and another may be opened."""
+    ends = {asyncio.create_task(stop.wait()), asyncio.create_task(_failure(supervisor))}
     await asyncio.wait({running, *ends}, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         end.cancel()
-    return engines.failed and engines.left > 0 and not stop.is_set() and not running.done()
+    return supervisor.failed and supervisor.left > 0 and not stop.is_set() and not running.done()
 
 
-async def _failure(engines: Engines) -> None:
-    while not engines.failed:
+async def _failure(supervisor: EngineSupervisor) -> None:
+    while not supervisor.failed:
         await asyncio.sleep(_LOOK_S)
 
 
-async def _renewed(bridge: Bridge) -> bool:
-    """Another engine instead of the one that failed; False: there is none to be had."""
+async def _reopened(bridge: Bridge) -> bool:
+    """Replace the failed engine; False where that fails."""
     try:
-        await bridge.renew()
+        await bridge.reopen()
     except Exception:  # whatever it is, the server ends, and its log says why
         logger.exception("another engine cannot be opened", extra={"stowage_event": "fault"})
         return False
@@ -177,7 +180,7 @@ async def _stop(server: uvicorn.Server, running: asyncio.Task[None], bridge: Bri
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, but signals are ours."""
+    """uvicorn's server without its signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -193,7 +196,7 @@ def _server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
         lifespan="off",
         interface="asgi3",
         log_config=None,
-        log_level="critical",  # what a client does wrong is no news; what goes wrong in a request is logged in `front`
+        log_level="critical",  # clients' mistakes are not logged; failed requests are, in `middleware`
         access_log=False,
         proxy_headers=False,
         server_header=False,

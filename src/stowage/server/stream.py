@@ -12,27 +12,29 @@ from typing import Any, Final, TypeVar
 
 from starlette.types import Message, Receive, Send
 
-from stowage.server.refusal import ApiError, spelled
+from stowage.server.api_errors import ApiError, encoded_error
 
 T = TypeVar("T")
 DONE: Final = b"data: [DONE]\n\n"
-STILL_THERE: Final = b": still working\n\n"
-STILL_THERE_EVERY_S: Final = 15.0
-"""While nothing comes from the engine, so that nobody in between takes the connection for dead."""
+KEEP_ALIVE: Final = b": still working\n\n"
+KEEP_ALIVE_S: Final = 15.0
+"""How often a comment is sent while the engine sends nothing, so that no proxy takes the connection for dead."""
 
 
-class ClientLeft(Exception):
+class ClientDisconnected(Exception):
     """The client has closed its connection."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Cancels it and raises ClientLeft when the client leaves; its body must have been read."""
+    """What `work` returns. Cancels it and raises ClientDisconnected when the client disconnects; the request's body
+    must have been read before.
+    """
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientLeft
+        raise ClientDisconnected
     finally:
         for task in (working, leaving):
             task.cancel()
@@ -52,13 +54,13 @@ async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, 
 
 
 def encoded(value: Mapping[str, Any]) -> bytes:
-    """JSON in ASCII: some clients take other line breaks than ours for the end of an event."""
+    """JSON in ASCII: some clients take Unicode line separators for the end of an event."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-class Events:
-    """A stream of events, begun when it is made use of. After `fail` or `end` nothing may follow. `failure`: the event
-    that tells of an error.
+class EventStream:
+    """A stream of server-sent events: `begin` first; nothing may follow `fail` or `end`. `failure` makes the event of
+    an error.
     """
 
     def __init__(self, send: Send, failure: Callable[[ApiError], tuple[str, Mapping[str, Any]]]) -> None:
@@ -77,26 +79,28 @@ class Events:
         """One event; `value` is what `encoded` made."""
         await self._part(_event(name, value))
 
-    async def still_there(self) -> None:
-        await self._part(STILL_THERE)
+    async def keep_alive(self) -> None:
+        await self._part(KEEP_ALIVE)
 
     async def end(self, done: bytes = DONE) -> None:
         await self._part(done, more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """Tells a client that has its status already; without `[DONE]`, so that none takes the answer for whole."""
+        """End with an error event: the status is already sent. Without `[DONE]`, so that the answer is not taken for
+        complete.
+        """
         name, value = self._failure(error)
-        await self._part(_event(name, spelled(value)), more=False)
+        await self._part(_event(name, encoded_error(value)), more=False)
 
     async def _part(self, body: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-async def patiently(wait: Callable[[], Awaitable[T]], meanwhile: Callable[[], Awaitable[None]]) -> T:
-    """What `wait` returns; calls `meanwhile` every now and then until it does."""
+async def with_keep_alive(wait: Callable[[], Awaitable[T]], meanwhile: Callable[[], Awaitable[None]]) -> T:
+    """What `wait` returns; calls `meanwhile` every `KEEP_ALIVE_S` until it does."""
     waiting = asyncio.ensure_future(wait())
     try:
-        while not (await asyncio.wait({waiting}, timeout=STILL_THERE_EVERY_S))[0]:
+        while not (await asyncio.wait({waiting}, timeout=KEEP_ALIVE_S))[0]:
             await meanwhile()
         return waiting.result()
     finally:

@@ -1,6 +1,6 @@
-"""What an answer must be, as clients of OpenAI and vLLM ask: `response_format`, `structured_outputs`, `guided_*`.
+"""Reads the fields for structured outputs of OpenAI and vLLM: `response_format`, `structured_outputs`, `guided_*`.
 
-Owns the names. Whether it can be compiled is found out by whoever reads a request, off the engine's thread.
+Owns the field names. The grammar is compiled later, where the request is read, off the engine's thread.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from stowage.engine.sampling_params import STRUCTURES, StructuredOutputs
 from stowage.errors import RequestError
+from stowage.server.api_errors import ApiError, bad
 from stowage.server.fields import Fields
-from stowage.server.refusal import ApiError, bad
 
 __all__ = ["made_of", "of_schema", "structured_outputs", "unusable"]
 
@@ -20,7 +20,7 @@ _FORMATS: Final = "text, json_object, json_schema"
 
 
 def structured_outputs(fields: Fields) -> tuple[str, StructuredOutputs] | None:
-    """The field, and what a request wants in it; None: any text. Raises ApiError for what cannot be used."""
+    """The field's name and its structure; None: any text. Raises ApiError for what cannot be used."""
     found = [one for one in (_of_format(fields), _of_vllm(fields), *_guided(fields)) if one is not None]
     if not found:
         return None
@@ -30,7 +30,7 @@ def structured_outputs(fields: Fields) -> tuple[str, StructuredOutputs] | None:
 
 
 def made_of(param: str, given: Mapping[str, Any]) -> tuple[str, StructuredOutputs]:
-    """What `given` in the field `param` asks for. Raises ApiError."""
+    """The field's name and the structure that `given` describes. Raises ApiError."""
     try:
         return param, StructuredOutputs(**given)
     except RequestError as error:
@@ -38,7 +38,7 @@ def made_of(param: str, given: Mapping[str, Any]) -> tuple[str, StructuredOutput
 
 
 def unusable(param: str, error: RequestError) -> ApiError:
-    """What is wrong with what a client gave as `param`; an error of the engine speaks of `structured_outputs.KIND`."""
+    """An engine's error about `structured_outputs.KIND`, worded for the client's field."""
     if not str(error).startswith("structured_outputs"):
         return bad(f"In {param!r}: {error}", param)
     kind, _, what = str(error).removeprefix("structured_outputs").partition(" ")
@@ -46,7 +46,7 @@ def unusable(param: str, error: RequestError) -> ApiError:
 
 
 def _of_format(fields: Fields) -> tuple[str, dict[str, Any]] | None:
-    """OpenAI's own field."""
+    """OpenAI's `response_format`."""
     inside = fields.inside("response_format")
     if inside is None:
         return None

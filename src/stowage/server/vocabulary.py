@@ -1,6 +1,6 @@
-"""What a token says by itself: its bytes, which need not be whole characters, and a text that names it.
+"""The bytes and the text of single tokens. A token's bytes need not be whole characters.
 
-Answers with log-probabilities name tokens one by one, where decoding would need their neighbours.
+Answers with log-probabilities list tokens one by one, where decoding would need their neighbours.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SPACE_MARK: Final = "\u2581"
 
 
 class Vocabulary:
-    """The tokens of one tokenizer; None: of a model without one. Any thread: what it remembers is only added to."""
+    """The tokens of one tokenizer; None: the model has none. Thread-safe: its cache is only added to."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -23,7 +23,7 @@ class Vocabulary:
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
-        """The token's bytes; of one without a text, the bytes of its name."""
+        """The token's bytes; of a special token, its name."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._find(token)
@@ -38,13 +38,13 @@ class Vocabulary:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def count(self, text: str) -> int:
-        """How many tokens a text is."""
+        """Number of tokens of a text."""
         if self._tokenizer is None or not text:
             return 0
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def shown(self, token: int) -> bytes:
-        """The bytes that the token adds to an answer: none, where it is a special one."""
+        """The bytes that the token adds to an answer; empty for special tokens."""
         return b"" if self._tokenizer is None or token in self._special else self.bytes_of(token)
 
     def _find(self, token: int) -> bytes:

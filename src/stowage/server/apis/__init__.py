@@ -1,1 +1,1 @@
-"""What clients can ask over HTTP, one file for each API: how its requests are read, how its answers look."""
+"""The HTTP APIs, one file for each: how its requests are read, and what its answers look like."""

@@ -8,13 +8,13 @@ from typing import Any
 from stowage.engine.engine import Completion, Delta
 from stowage.engine.prompts import Begin, unasked
 from stowage.engine.sampling import TokenLogprob
+from stowage.server.api_errors import bad
 from stowage.server.apis.answer import Event, OpenAIAnswer, Scores, number
-from stowage.server.apis.ask import Ask
 from stowage.server.apis.conversation import messages
+from stowage.server.apis.generation_request import GenerationRequest
+from stowage.server.apis.parsed_output import ChoiceParsers, ParsedOutput
 from stowage.server.apis.reader import LOGPROBS_MAX, TOKENS_MOST, Conversation, Reader
-from stowage.server.apis.spoken import Spoken, Voices
 from stowage.server.fields import Fields, parse_object
-from stowage.server.refusal import bad
 from stowage.server.structured import structured_outputs
 from stowage.server.tools.offer import Offer, Tool, chosen, function, listed, offered
 from stowage.server.tools.parser import Part
@@ -25,8 +25,8 @@ __all__ = ["ChatAnswer", "read", "tools"]
 _CHOICES = {"none": "none", "auto": "auto", "required": "required"}
 
 
-def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Ask:
-    """A request. `begin`: see `Prompts.read`. Raises ApiError."""
+def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> GenerationRequest:
+    """Parse a request. `begin`: see `Prompts.read`. Raises ApiError."""
     fields = Fields(parse_object(body))
     fields.without_effect("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")
     fields.without_effect("store", "service_tier", "prediction")
@@ -52,9 +52,11 @@ def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Ask
     cache_salt, raw = fields.text("cache_salt", "") or "", fields.take("messages")
     fields.finish()
     reader.count_choices(1, n)
-    talk = Conversation(messages(raw), "messages", new_tokens, offer, template, wanted)
-    prompt, params, speech = reader.conversation(talk, params, begin)
-    return Ask(model, (prompt,), n, params, cache_salt, stream, include_usage, logprobs, speech=speech, offer=offer)
+    chat = Conversation(messages(raw), "messages", new_tokens, offer, template, wanted)
+    prompt, params, syntax = reader.conversation(chat, params, begin)
+    return GenerationRequest(
+        model, (prompt,), n, params, cache_salt, stream, include_usage, logprobs, syntax=syntax, offer=offer
+    )
 
 
 def tools(fields: Fields) -> Offer:
@@ -78,20 +80,20 @@ def _tool(fields: Fields, where: str) -> Tool:
 
 
 class ChatAnswer(OpenAIAnswer):
-    """Its answers."""
+    """Answers of /v1/chat/completions."""
 
     prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, ask: Ask, vocabulary: Vocabulary, *, exact: bool = True) -> None:
-        super().__init__(ask, vocabulary, exact=exact)
-        self._voices = Voices(ask, "call_")
+    def __init__(self, request: GenerationRequest, vocabulary: Vocabulary, *, exact: bool = True) -> None:
+        super().__init__(request, vocabulary, exact=exact)
+        self._parsers = ChoiceParsers(request, "call_")
 
     def opening(self) -> list[Event]:
         start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [("", self._piece([{"index": choice} | start])) for choice in range(self.ask.choices)]
+        return [("", self._piece([{"index": choice} | start])) for choice in range(self.request.choices)]
 
     def _choice(self, index: int, completion: Completion, scores: Scores) -> dict[str, Any]:
-        spoken = self._voices.whole(index, completion)
+        spoken = self._parsers.whole(index, completion)
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in spoken.calls
@@ -109,23 +111,23 @@ class ChatAnswer(OpenAIAnswer):
 
     def _grown(self, choice: int, delta: Delta, scores: Scores) -> list[dict[str, Any]]:
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        before = len(self._voices.spoken(choice).calls)
-        deltas = self._deltas(choice, self._voices.grown(choice, delta), before)
+        before = len(self._parsers.spoken(choice).calls)
+        deltas = self._deltas(choice, self._parsers.push(choice, delta), before)
         if not deltas and logprobs is None and delta.completion is None:
             return []
         found: list[dict[str, Any]] = [
             {"delta": one, "logprobs": None, "finish_reason": None} for one in deltas or [{}]
         ]
         found[0]["logprobs"] = logprobs
-        found[-1]["finish_reason"] = self._ending(delta.completion, self._voices.spoken(choice))
+        found[-1]["finish_reason"] = self._ending(delta.completion, self._parsers.spoken(choice))
         return found
 
     def _deltas(self, choice: int, parts: list[Part], calls: int) -> list[dict[str, Any]]:
-        """`calls`: how many had begun before."""
+        """`calls`: how many tool calls had begun before these parts."""
         found: list[dict[str, Any]] = []
         for part in parts:
             if part.kind == "call":
-                call = self._voices.spoken(choice).calls[calls]
+                call = self._parsers.spoken(choice).calls[calls]
                 begun = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
                 found.append({"tool_calls": [{"index": calls} | begun]})
                 calls += 1
@@ -135,14 +137,14 @@ class ChatAnswer(OpenAIAnswer):
                 found.append({"content" if part.kind == "content" else "reasoning_content": part.text})
         return found
 
-    def _ending(self, completion: Completion | None, spoken: Spoken) -> str | None:
+    def _ending(self, completion: Completion | None, spoken: ParsedOutput) -> str | None:
         reason = self._reason(completion)
         return "tool_calls" if reason == "stop" and spoken.calls else reason
 
     def _logprobs(self, reports: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if self.ask.logprobs is None:
+        if self.request.logprobs is None:
             return None
-        count = self.ask.logprobs
+        count = self.request.logprobs
         content = [
             self._named(report.token_id, report.logprob)
             | {"top_logprobs": [self._named(*pair) for pair in report.top[:count]]}

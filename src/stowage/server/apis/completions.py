@@ -11,24 +11,24 @@ from stowage.engine.engine import Completion, Delta
 from stowage.engine.prompts import Begin, unasked
 from stowage.engine.sampling import TokenLogprob
 from stowage.errors import RequestError
+from stowage.server.api_errors import bad
 from stowage.server.apis.answer import OpenAIAnswer, Scores, number
-from stowage.server.apis.ask import Ask
+from stowage.server.apis.generation_request import GenerationRequest
 from stowage.server.apis.reader import LOGPROBS_MAX, TOKENS_MOST, Reader, check_least
 from stowage.server.fields import Fields, parse_object
-from stowage.server.refusal import bad
 from stowage.server.structured import structured_outputs, unusable
 from stowage.server.vocabulary import Vocabulary
 
 __all__ = ["TextAnswer", "read"]
 
 LOGPROB_ENTRIES_MAX: Final = 1 << 18
-"""Log-probabilities of prompts that one request may ask for: each takes some hundred bytes until it is sent."""
+"""Prompt log-probabilities that one request may ask for: each takes some hundred bytes until it is sent."""
 COMPLETION_TOKENS: Final = 16
-"""What `max_tokens` of a completion is when it is left out; OpenAI's default."""
+"""The default of `max_tokens`, as OpenAI has it."""
 
 
-def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Ask:
-    """A request. `begin`: see `Prompts.read`. Raises ApiError."""
+def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> GenerationRequest:
+    """Parse a request. `begin`: see `Prompts.read`. Raises ApiError."""
     fields = Fields(parse_object(body))
     fields.without_effect("user")
     fields.neutral("suffix", "")
@@ -59,7 +59,9 @@ def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Ask
         _count_logprobs(sum(len(prompt.tokens) for prompt in prompts) * n * (params.prompt_logprobs + 1))
     check_least(params, *prompts)
     silent = new_tokens == 0
-    return Ask(model, prompts, n, params, cache_salt, stream, include_usage, logprobs, echo=echo, silent=silent)
+    return GenerationRequest(
+        model, prompts, n, params, cache_salt, stream, include_usage, logprobs, echo=echo, silent=silent
+    )
 
 
 def _prompts(raw: Any) -> list[str | list[int]]:
@@ -94,22 +96,22 @@ def _count_logprobs(entries: int) -> None:
 
 
 class TextAnswer(OpenAIAnswer):
-    """Of /v1/completions."""
+    """Answers of /v1/completions."""
 
     prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, ask: Ask, vocabulary: Vocabulary, *, exact: bool = True) -> None:
-        super().__init__(ask, vocabulary, exact=exact)
+    def __init__(self, request: GenerationRequest, vocabulary: Vocabulary, *, exact: bool = True) -> None:
+        super().__init__(request, vocabulary, exact=exact)
         self._offsets: dict[int, _Offset] = {}
 
     def _choice(self, index: int, completion: Completion, scores: Scores) -> dict[str, Any]:
-        text = "" if self.ask.silent else completion.text
-        reports = () if self.ask.silent else completion.logprobs or ()
+        text = "" if self.request.silent else completion.text
+        reports = () if self.request.silent else completion.logprobs or ()
         return {"index": index} | self._part(index, text, reports, completion, scores, first=True)
 
     def _grown(self, choice: int, delta: Delta, scores: Scores) -> list[dict[str, Any]]:
-        first = choice not in self._offsets and self.ask.echo
-        text, reports = ("", ()) if self.ask.silent else (delta.text, delta.logprobs)
+        first = choice not in self._offsets and self.request.echo
+        text, reports = ("", ()) if self.request.silent else (delta.text, delta.logprobs)
         if not text and not reports and delta.completion is None and not first:
             return []
         return [self._part(choice, text, reports, delta.completion, scores, first=first)]
@@ -124,15 +126,15 @@ class TextAnswer(OpenAIAnswer):
         *,
         first: bool,
     ) -> dict[str, Any]:
-        prompt = self.ask.prompts[choice // self.ask.n]
+        prompt = self.request.prompts[choice // self.request.n]
         offset = self._offsets.setdefault(choice, _Offset())
         listed: list[tuple[int, TokenLogprob | None]] = []
-        if first and self.ask.echo:
+        if first and self.request.echo:
             text = prompt.text + text
             if scores:
                 listed = list(zip(prompt.tokens, scores, strict=True))
         listed += [(report.token_id, report) for report in reports]
-        logprobs = None if self.ask.logprobs is None else self._logprobs(offset, listed)
+        logprobs = None if self.request.logprobs is None else self._logprobs(offset, listed)
         return {"text": text, "logprobs": logprobs, "finish_reason": self._reason(completion)}
 
     def _logprobs(self, offset: _Offset, listed: list[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
@@ -145,23 +147,23 @@ class TextAnswer(OpenAIAnswer):
         }
 
     def _top(self, report: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens, and the one that was drawn, which may be none of them."""
-        pairs = (*report.top[: self.ask.logprobs], (report.token_id, report.logprob))
+        """The top tokens, and the one that was drawn, which may not be among them."""
+        pairs = (*report.top[: self.request.logprobs], (report.token_id, report.logprob))
         found: dict[str, float] = {}
-        for token, logprob in pairs:  # of tokens that look alike the likelier one counts
+        for token, logprob in pairs:  # of tokens with the same text the likelier one counts
             found.setdefault(self._vocabulary.text_of(token), number(logprob))
         return found
 
 
 class _Offset:
-    """How far the text of a choice has come, token by token; a part of a character counts with its last byte."""
+    """The text offset of each token of a choice; a character that spans tokens counts with its last byte."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._characters = 0
 
     def then(self, shown: bytes) -> int:
-        """Where a token begins that adds these bytes."""
+        """The offset at which a token begins that adds these bytes."""
         begin = self._characters
         self._characters += len(self._decoder.decode(shown))
         return begin

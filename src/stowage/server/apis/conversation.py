@@ -1,11 +1,11 @@
-"""Messages of a conversation, from OpenAI's form to the one that chat templates take."""
+"""Converts the messages of a conversation from OpenAI's form to the one that chat templates take."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+from stowage.server.api_errors import bad
 from stowage.server.fields import Fields
-from stowage.server.refusal import bad
 from stowage.server.tools.offer import arguments_of
 
 __all__ = ["messages", "texts"]
@@ -56,7 +56,7 @@ def _message(raw: Any, where: str) -> dict[str, Any]:
 
 
 def _spoken(fields: Fields, where: str) -> dict[str, Any]:
-    """What the model has said, thought and called."""
+    """An assistant's message: content, reasoning and tool calls."""
     thought = fields.text("reasoning_content") or fields.text("reasoning") or ""
     fields.without_effect("reasoning")
     raw = fields.take("tool_calls")

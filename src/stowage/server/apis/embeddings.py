@@ -1,19 +1,19 @@
-"""`/v1/embeddings` of a server without a model for it: refused, with the way to one."""
+"""`/v1/embeddings` of a server without an embedding model: refused, with advice how to serve one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from stowage.engine.prompts import Begin, unasked
+from stowage.server.api_errors import ApiError, bad
 from stowage.server.apis.reader import Reader
 from stowage.server.fields import Fields, parse_object
-from stowage.server.refusal import ApiError, bad
 
 __all__ = ["generates", "read"]
 
 
 def generates(model: str) -> ApiError:
-    """What is said of the embeddings of a model that generates."""
+    """The error for embeddings of a model that generates text."""
     what = (
         f"The model {model[:200]!r} generates text and has no embeddings. Start the server with --embedding-model DIR: "
         "a checkpoint of sentence-transformers, which has a modules.json."

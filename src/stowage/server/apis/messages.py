@@ -1,7 +1,7 @@
-"""`/v1/messages`, as Anthropic defines it: conversations in blocks of text, thoughts, calls of tools and results.
+"""`/v1/messages`, as Anthropic defines it: conversations in blocks of text, thinking, tool calls and tool results.
 
-Owns its fields and the shapes of its answers. `input_tokens` are those that were computed; those that were not are in
-`cache_read_input_tokens`, without being asked for: `cache_control` has no effect.
+Owns its fields and the shapes of its answers. `input_tokens` are those that were computed, `cache_read_input_tokens`
+those that were cached. Caching needs no request: `cache_control` has no effect.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Final
 from stowage.engine.engine import Completion, Delta
 from stowage.engine.prompts import Begin, unasked
 from stowage.engine.sampling_params import StructuredOutputs
+from stowage.server.api_errors import ApiError, anthropic_body, bad
 from stowage.server.apis.answer import Answer, Event, Scores
-from stowage.server.apis.ask import Ask
 from stowage.server.apis.conversation import texts
+from stowage.server.apis.generation_request import GenerationRequest
+from stowage.server.apis.parsed_output import ChoiceParsers, ParsedOutput
 from stowage.server.apis.reader import TOKENS_MOST, Conversation, Reader
-from stowage.server.apis.spoken import Spoken, Voices
 from stowage.server.fields import Fields, parse_object
-from stowage.server.refusal import ApiError, anthropic_body, bad
 from stowage.server.structured import made_of, of_schema
 from stowage.server.tools.offer import Offer, Tool, function, listed, offered
 from stowage.server.vocabulary import Vocabulary
@@ -30,8 +30,8 @@ __all__ = ["MessageAnswer", "count", "read"]
 _CHOICES: Final = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 
-def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Ask:
-    """A request. `begin`: see `Prompts.read`. Raises ApiError."""
+def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> GenerationRequest:
+    """Parse a request. `begin`: see `Prompts.read`. Raises ApiError."""
     return _read(reader, body, begin, counted=False)
 
 
@@ -40,7 +40,7 @@ def count(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> di
     return {"input_tokens": len(_read(reader, body, begin, counted=True).prompts[0].tokens)}
 
 
-def _read(reader: Reader, body: bytes | bytearray, begin: Begin, *, counted: bool) -> Ask:
+def _read(reader: Reader, body: bytes | bytearray, begin: Begin, *, counted: bool) -> GenerationRequest:
     fields = Fields(parse_object(body))
     fields.without_effect("metadata", "service_tier", "inference_geo")
     model = reader.model(fields)
@@ -59,13 +59,13 @@ def _read(reader: Reader, body: bytes | bytearray, begin: Begin, *, counted: boo
         what = f"{wanted[0]!r} makes an answer whole, so 'messages' may not end with the beginning of one."
         raise bad(what, wanted[0])
     template |= effort | {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-    talk = Conversation([*system, *told], "messages", new_tokens, offer, template, wanted)
-    prompt, params, speech = reader.conversation(talk, params, begin)
-    return Ask(model, (prompt,), 1, params, cache_salt, stream, False, speech=speech, offer=offer)
+    chat = Conversation([*system, *told], "messages", new_tokens, offer, template, wanted)
+    prompt, params, syntax = reader.conversation(chat, params, begin)
+    return GenerationRequest(model, (prompt,), 1, params, cache_salt, stream, False, syntax=syntax, offer=offer)
 
 
 def _thinking(inside: Fields | None, reader: Reader) -> dict[str, Any]:
-    """As templates know it that ask whether to think."""
+    """`thinking` as a value for chat templates that have `enable_thinking`."""
     if inside is None:
         return {}
     kind = inside.needed_text("type")
@@ -73,12 +73,12 @@ def _thinking(inside: Fields | None, reader: Reader) -> dict[str, Any]:
         raise bad("'thinking.type' must be enabled, disabled or adaptive.", "thinking.type")
     inside.without_effect("budget_tokens", "display")
     inside.finish()
-    return {"enable_thinking": kind != "disabled"} if reader.style.knows("enable_thinking") else {}
+    return {"enable_thinking": kind != "disabled"} if reader.chat_template.knows("enable_thinking") else {}
 
 
 def _output(fields: Fields, reader: Reader) -> tuple[dict[str, Any], tuple[str, StructuredOutputs] | None]:
-    """Of `output_config`: what templates are told of the effort, and what the answer must be. `output_format` is what
-    its `format` was called in the beta.
+    """Of `output_config`: the effort as a value for the chat template, and the structure of the answer.
+    `output_format` is what its `format` was called in the beta.
     """
     config, form = fields.inside("output_config"), fields.inside("output_format")
     effort: dict[str, Any] = {}
@@ -133,7 +133,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
 
 
 def _message(raw: Any, where: str) -> list[dict[str, Any]]:
-    """As templates know them: results of tools are messages of their own."""
+    """One message as messages for the chat template: each tool result is a message of its own."""
     if not isinstance(raw, dict):
         raise bad(f"{where!r} must be an object with 'role' and 'content'.", where)
     fields = Fields(raw, where)
@@ -183,18 +183,18 @@ def _block(fields: Fields, role: str) -> tuple[str, dict[str, Any]]:
 
 
 class MessageAnswer(Answer):
-    """Its answers: one choice, in blocks."""
+    """Answers of /v1/messages: one choice, in content blocks."""
 
-    def __init__(self, ask: Ask, vocabulary: Vocabulary, *, exact: bool = True) -> None:
-        super().__init__(ask, vocabulary, exact=exact)
+    def __init__(self, request: GenerationRequest, vocabulary: Vocabulary, *, exact: bool = True) -> None:
+        super().__init__(request, vocabulary, exact=exact)
         self._id = "msg_" + secrets.token_hex(12)
-        self._voices = Voices(ask, "toolu_")
+        self._parsers = ChoiceParsers(request, "toolu_")
         self._open: str = ""
         self._blocks = 0
 
     def whole(self, scores: Mapping[int, Scores]) -> dict[str, Any]:
         completion = self._ended[0]
-        spoken = self._voices.whole(0, completion)
+        spoken = self._parsers.whole(0, completion)
         return self._frame(_content(spoken)) | self._ending(completion, spoken) | {"usage": self._usage()}
 
     def opening(self) -> list[Event]:
@@ -204,9 +204,9 @@ class MessageAnswer(Answer):
         return [_event("message_start", message=started)]
 
     def events(self, choice: int, delta: Delta, scores: Scores) -> list[Event]:
-        spoken, found = self._voices.spoken(0), list[Event]()
+        spoken, found = self._parsers.spoken(0), list[Event]()
         calls = len(spoken.calls)
-        for part in self._voices.grown(0, delta):
+        for part in self._parsers.push(0, delta):
             if part.kind == "call":
                 call = spoken.calls[calls]
                 calls += 1
@@ -222,14 +222,14 @@ class MessageAnswer(Answer):
         return found
 
     def closing(self) -> list[Event]:
-        ending = self._ending(self._ended[0], self._voices.spoken(0))
+        ending = self._ending(self._ended[0], self._parsers.spoken(0))
         return [*self._end(), _event("message_delta", delta=ending, usage=self._usage()), _event("message_stop")]
 
     def failure(self, error: ApiError) -> Event:
         return "error", anthropic_body(error)
 
     def _begin(self, kind: str, block: dict[str, Any]) -> list[Event]:
-        """A block of another kind; every call is one of its own."""
+        """Begin a block, unless one of that kind is open; every call is a block of its own."""
         if self._open == kind != "call":
             return []
         ended = self._end()
@@ -247,9 +247,9 @@ class MessageAnswer(Answer):
         return [_event("content_block_stop", index=self._blocks - 1)]
 
     def _frame(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._id, "type": "message", "role": "assistant", "model": self.ask.model, "content": content}
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self.request.model, "content": content}
 
-    def _ending(self, completion: Completion, spoken: Spoken) -> dict[str, Any]:
+    def _ending(self, completion: Completion, spoken: ParsedOutput) -> dict[str, Any]:
         reason = "max_tokens" if completion.finish_reason == "length" else "end_turn"
         if completion.stop_text is not None:
             reason = "stop_sequence"
@@ -267,8 +267,8 @@ class MessageAnswer(Answer):
         }
 
 
-def _content(spoken: Spoken) -> list[dict[str, Any]]:
-    """Blocks. A call whose arguments are no JSON object, because it was cut or is not enforced, is shown as text."""
+def _content(spoken: ParsedOutput) -> list[dict[str, Any]]:
+    """Content blocks. A call whose arguments are no JSON object, because it was cut off or is not enforced, is text."""
     found: list[dict[str, Any]] = []
     if spoken.reasoning:
         found.append({"type": "thinking", "thinking": spoken.reasoning, "signature": ""})

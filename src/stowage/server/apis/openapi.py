@@ -66,7 +66,7 @@ BODIES: Final[dict[str, tuple[str, str, str]]] = {
     ),
     "/detokenize": ("The text of tokens", "tokens", "text:model list:tokens"),
 }  # fmt: skip
-"""Of routes that are asked with a body: what they do, the fields that they need, and all fields by kind."""
+"""The routes that take a body: what each does, its required fields, and all its fields by type."""
 _READ: Final = {
     "/": "The dashboard", "/health": "200 while requests are taken in", "/version": "The version of Stowage",
     "/metrics": "Statistics for Prometheus", "/v1/models": "The models", "/v1/models/{model}": "One model",

@@ -1,9 +1,9 @@
-"""What all APIs read alike: the model, how an answer is drawn, prompts and conversations.
+"""Reads what all APIs have in common: the model, sampling parameters, prompts and conversations.
 
-Strict, so that nobody is served something else than what was asked for: a field that is not known, not supported or
-out of range is refused by name. Beyond OpenAI's own there are vLLM's: `top_k`, `min_p`, `repetition_penalty`,
-`min_tokens`, `stop_token_ids`, `ignore_eos`, `cache_salt` and others. Reading takes time for long prompts (they are
-tokenized here): never on the event loop.
+Strict: a field that is unknown, not supported or out of range is refused by name, so that no request is served with
+another meaning. Beyond OpenAI's fields there are vLLM's: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+`stop_token_ids`, `ignore_eos`, `cache_salt` and others. Long prompts are tokenized here, which takes time: never on the
+event loop.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from stowage.engine.engine import Engine
 from stowage.engine.prompts import PLAINLY, Begin, PromptTooLong
 from stowage.engine.sampling_params import LOGIT_BIAS_MAX, STOP_CHARACTERS_MAX, SamplingParams, StructuredOutputs
 from stowage.errors import RequestError
-from stowage.server.apis.ask import SEEDS, Prompt
+from stowage.server.api_errors import ApiError, bad, no_model
+from stowage.server.apis.generation_request import SEEDS, Prompt
 from stowage.server.fields import Fields
 from stowage.server.limits import Limits
-from stowage.server.refusal import ApiError, bad, no_model
-from stowage.server.served import Served
+from stowage.server.served_model import ServedModel
 from stowage.server.tools.grammar import enforced
 from stowage.server.tools.offer import NOTHING, Offer
-from stowage.server.tools.parser import Speech
-from stowage.server.tools.template import ChatStyle
+from stowage.server.tools.parser import OutputSyntax
+from stowage.server.tools.template import ChatTemplate
 
 __all__ = ["TOKENS_MOST", "Conversation", "Reader"]
 
@@ -43,8 +43,8 @@ _NO_TEXT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat template makes a prompt of. param: the field that its messages came from; wanted: what the answer
-    must be, and the field that says so.
+    """The input of a chat template. param: the field that its messages came from; wanted: the field that asks for
+    structured output, and the structure.
     """
 
     messages: list[dict[str, Any]]
@@ -56,9 +56,9 @@ class Conversation:
 
 
 class Reader:
-    """Reads requests for one engine, which is served under `name`. Several threads may at a time."""
+    """Reads requests for one engine. Thread-safe."""
 
-    def __init__(self, engine: Engine, served: Served, limits: Limits) -> None:
+    def __init__(self, engine: Engine, served: ServedModel, limits: Limits) -> None:
         self.names = (served.name, *engine.adapter_names)
         self.tokenizer = engine.tokenizer
         self.prompts = engine.prompts
@@ -66,7 +66,7 @@ class Reader:
         self.tokens_max = engine.sequence_tokens_max
         self.max_prompt_tokens = min(limits.max_prompt_tokens or self.tokens_max, self.tokens_max)
         self._max_choices = min(limits.max_choices, limits.max_queued_requests + engine.memory.max_num_seqs)
-        self.style = ChatStyle(engine.tokenizer, served.tool_call_parser, served.reasoning_parser)
+        self.chat_template = ChatTemplate(engine.tokenizer, served.tool_call_parser, served.reasoning_parser)
 
     # fields
 
@@ -87,7 +87,7 @@ class Reader:
             raise bad(what, "n" if n > 1 else "prompt")
 
     def sampling(self, fields: Fields, logprobs: int | None = None, stop: str = "stop") -> SamplingParams:
-        """How answers are drawn; `stop`: what an API calls stop strings."""
+        """The sampling parameters; `stop`: the API's field for stop strings."""
         seed = fields.whole("seed", None, -SEEDS, SEEDS - 1)
         top_k = fields.whole("top_k", 0, -1, TOKENS_MOST) or 0
         values: dict[str, Any] = {
@@ -118,7 +118,7 @@ class Reader:
         return SamplingParams(**values)
 
     def stream(self, fields: Fields) -> tuple[bool, bool]:
-        """Whether pieces are sent, and their usage after them."""
+        """Whether the answer is streamed, and whether usage follows it."""
         stream, given = fields.flag("stream"), fields.given("stream_options")
         options = fields.inside("stream_options")
         if options is None:
@@ -131,7 +131,7 @@ class Reader:
         return stream, include_usage
 
     def template_options(self, fields: Fields) -> dict[str, Any]:
-        """What the chat template is given besides the messages."""
+        """The chat template's values besides the messages."""
         options = fields.mapping("chat_template_kwargs")
         reserved = sorted(_TEMPLATE_RESERVED.intersection(options))
         if reserved:
@@ -148,38 +148,38 @@ class Reader:
         return options | {"add_generation_prompt": begins, "continue_final_message": goes_on}
 
     def effort(self, effort: str | None, where: str) -> dict[str, Any]:
-        """`reasoning_effort` as templates know it."""
+        """`reasoning_effort` as a value for the chat template."""
         if effort is None:
             return {}
         self.known("reasoning_effort", where)
         return {"reasoning_effort": effort}
 
     def known(self, name: str, where: str) -> None:
-        """Raises ApiError for a value that the chat template never looks at."""
-        if self.style.template and not self.style.knows(name):
+        """Raises ApiError for a value that the chat template does not use."""
+        if self.chat_template.template and not self.chat_template.knows(name):
             what = f"This model's chat template knows no {name[:40]!r}. Leave it out."
             raise bad(what, where, "unsupported_parameter")
 
     # prompts
 
     def conversation(
-        self, talk: Conversation, params: SamplingParams, begin: Begin
-    ) -> tuple[Prompt, SamplingParams, Speech]:
-        """The prompt of a conversation, how its answer is drawn, and what that may consist of. Raises ApiError."""
-        style, offer = self.style, talk.offer
-        if not style.template:
-            raise bad(_NO_TEXT, talk.param, "no_chat_template")
-        messages, given = style.told(talk.messages, offer, talk.template)
-        prompt = self.prompt(messages, talk.new_tokens, self.tokens_max, begin, given, param=talk.param)
+        self, chat: Conversation, params: SamplingParams, begin: Begin
+    ) -> tuple[Prompt, SamplingParams, OutputSyntax]:
+        """The prompt of a conversation, its sampling parameters, and the syntax of its answer. Raises ApiError."""
+        chat_template, offer = self.chat_template, chat.offer
+        if not chat_template.template:
+            raise bad(_NO_TEXT, chat.param, "no_chat_template")
+        messages, given = chat_template.told(chat.messages, offer, chat.template)
+        prompt = self.prompt(messages, chat.new_tokens, self.tokens_max, begin, given, param=chat.param)
         check_least(params, prompt)
-        thinks, begun = style.thoughts(prompt.tokens)
-        form = style.format
+        thinks, begun = chat_template.thoughts(prompt.tokens)
+        form = chat_template.format
         calls = form if offer.callable else None
         schemas = {tool.name: tool.parameters for tool in offer.callable}
-        speech = Speech(calls, thinks, begun, offer.parallel and offer.choice != "named", form.harmony, schemas)
-        wanted = enforced(form, offer, talk.wanted, self.grammars, style.thinking(thinks=thinks, begun=begun))
-        shown = params.skip_special_tokens and (speech.is_plain or not style.hides_markers)
-        return prompt, replace(params, structured_outputs=wanted, skip_special_tokens=shown), speech
+        syntax = OutputSyntax(calls, thinks, begun, offer.parallel and offer.choice != "named", form.harmony, schemas)
+        wanted = enforced(form, offer, chat.wanted, self.grammars, chat_template.thinking(thinks=thinks, begun=begun))
+        shown = params.skip_special_tokens and (syntax.is_plain or not chat_template.hides_markers)
+        return prompt, replace(params, structured_outputs=wanted, skip_special_tokens=shown), syntax
 
     def prompt(
         self,
@@ -190,7 +190,7 @@ class Reader:
         template: Mapping[str, Any] = PLAINLY,
         param: str = "prompt",
     ) -> Prompt:
-        """Text, tokens or messages as tokens, with room for the answer. Raises ApiError."""
+        """The tokens of a text, of tokens or of messages, checked to leave room for the answer. Raises ApiError."""
         most, chat = self.max_prompt_tokens, param != "prompt"
         try:
             tokens = self.prompts.read(raw, most, begin, template)
@@ -215,14 +215,14 @@ class Reader:
         return Prompt(tokens, text, min(default, room) if new_tokens is None else new_tokens)
 
     def tokens(self, text: str, begin: Begin, *, add_special_tokens: bool) -> list[int]:
-        """Of a text. Raises ApiError."""
+        """The tokens of a text. Raises ApiError."""
         try:
             return self.prompts.text(text, self.max_prompt_tokens, begin, add_special_tokens=add_special_tokens)
         except RequestError as error:
             raise bad(f"In 'prompt': {error}", "prompt") from error
 
     def decode(self, tokens: list[int], *, special: bool = False) -> str:
-        """The text of tokens, with `special` ones or without; empty for a model without a tokenizer."""
+        """The text of tokens, with or without `special` ones; empty for a model without a tokenizer."""
         if self.tokenizer is None:
             return ""
         text = self.tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
@@ -230,7 +230,7 @@ class Reader:
 
 
 def check_least(params: SamplingParams, *prompts: Prompt) -> None:
-    """Raises ApiError where an answer may not be as long as it must be."""
+    """Raises ApiError where `min_tokens` exceeds the length that the answer may have."""
     most = min(prompt.new_tokens_max for prompt in prompts)
     if params.min_tokens > max(1, most):
         raise bad(f"'min_tokens' is {params.min_tokens}, and an answer may have {most} tokens here.", "min_tokens")

@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses`: output items, and the events that tell how they grow.
+"""Answers of `/v1/responses`: output items, and the events of their stream.
 
 response.created  response.output_item.added  ...delta  ...done  response.output_item.done  response.completed
 """
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stowage.engine.engine import Completion, Delta
+from stowage.server.api_errors import ApiError
 from stowage.server.apis.answer import Answer, Event, Scores
-from stowage.server.apis.ask import Ask
-from stowage.server.apis.spoken import Call, Spoken, Voices
-from stowage.server.refusal import ApiError
+from stowage.server.apis.generation_request import GenerationRequest
+from stowage.server.apis.parsed_output import Call, ChoiceParsers, ParsedOutput
 from stowage.server.vocabulary import Vocabulary
 
 __all__ = ["ResponseAnswer"]
@@ -27,12 +27,12 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 
 class ResponseAnswer(Answer):
-    """One choice, as items: thoughts, a message, calls of functions."""
+    """One choice, as items: reasoning, a message, function calls."""
 
-    def __init__(self, ask: Ask, vocabulary: Vocabulary, *, exact: bool = True) -> None:
-        super().__init__(ask, vocabulary, exact=exact)
+    def __init__(self, request: GenerationRequest, vocabulary: Vocabulary, *, exact: bool = True) -> None:
+        super().__init__(request, vocabulary, exact=exact)
         self._id = "resp_" + secrets.token_hex(16)
-        self._voices = Voices(ask, "call_")
+        self._parsers = ChoiceParsers(request, "call_")
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._open = ""
@@ -40,16 +40,16 @@ class ResponseAnswer(Answer):
 
     def whole(self, scores: Mapping[int, Scores]) -> dict[str, Any]:
         completion = self._ended[0]
-        return self._response(_output(self._voices.whole(0, completion)), completion)
+        return self._response(_output(self._parsers.whole(0, completion)), completion)
 
     def opening(self) -> list[Event]:
         begun = self._response([], None)
         return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
     def events(self, choice: int, delta: Delta, scores: Scores) -> list[Event]:
-        spoken, found = self._voices.spoken(0), list[Event]()
+        spoken, found = self._parsers.spoken(0), list[Event]()
         calls = len(spoken.calls)
-        for part in self._voices.grown(0, delta):
+        for part in self._parsers.push(0, delta):
             if part.kind == "call":
                 found += self._begin("call", _called(spoken.calls[calls], "in_progress", whole=False))
                 calls += 1
@@ -74,7 +74,7 @@ class ResponseAnswer(Answer):
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def _begin(self, kind: str, item: dict[str, Any]) -> list[Event]:
-        """An item of another kind; every call is one of its own."""
+        """Begin an item, unless one of that kind is open; every call is an item of its own."""
         if self._open == kind != "call":
             return []
         ended = self._end()
@@ -88,7 +88,7 @@ class ResponseAnswer(Answer):
         return found
 
     def _end(self) -> list[Event]:
-        """The open item is whole."""
+        """End the open item."""
         if not self._open:
             return []
         kind, item, text = self._open, self._items[-1], self._text
@@ -116,7 +116,7 @@ class ResponseAnswer(Answer):
         return self._told(name, content_index=0, part=part)
 
     def _told(self, event: str, /, **more: Any) -> Event:
-        """Of the item that is open."""
+        """An event of the open item."""
         at = len(self._items) - 1
         return self._event(event, item_id=self._items[at]["id"], output_index=at, **more)
 
@@ -129,19 +129,19 @@ class ResponseAnswer(Answer):
         status = "in_progress" if completion is None else "incomplete" if cut else "completed"
         return {
             **_DEFAULTS,
-            **self.ask.said,
+            **self.request.said,
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "model": self.ask.model,
+            "model": self.request.model,
             "output": list(output),
             "usage": None if completion is None else self._usage(),
         }
 
     def _usage(self) -> dict[str, Any]:
-        thought = self._vocabulary.count(self._voices.spoken(0).reasoning)
+        thought = self._vocabulary.count(self._parsers.spoken(0).reasoning)
         return {
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.cached_tokens},
@@ -151,7 +151,7 @@ class ResponseAnswer(Answer):
         }
 
 
-def _output(spoken: Spoken) -> list[dict[str, Any]]:
+def _output(spoken: ParsedOutput) -> list[dict[str, Any]]:
     found = [_thought(spoken.reasoning, "completed")] if spoken.reasoning else []
     if spoken.content or not (spoken.calls or spoken.reasoning):
         found.append(_message(spoken.content, "completed"))

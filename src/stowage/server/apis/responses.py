@@ -1,8 +1,8 @@
 """`/v1/responses`, as OpenAI defines it: input items in, output items out, with named events.
 
-Owns reading its items; the shapes of its answers are in `response_events`. Nothing is kept between requests:
+Reads its items; the shapes of its answers are in `response_events`. Nothing is kept between requests:
 `previous_response_id` is refused, and `store` has no effect. A client sends the earlier items again, and their prefix
-is not computed again.
+comes from the cache.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from stowage.engine.prompts import Begin, unasked
 from stowage.engine.sampling_params import StructuredOutputs
-from stowage.server.apis.ask import Ask
+from stowage.server.api_errors import bad
 from stowage.server.apis.conversation import texts
+from stowage.server.apis.generation_request import GenerationRequest
 from stowage.server.apis.reader import TOKENS_MOST, Conversation, Reader
 from stowage.server.fields import Fields, parse_object
-from stowage.server.refusal import bad
 from stowage.server.structured import made_of, of_schema
 from stowage.server.tools.offer import Offer, Tool, arguments_of, chosen, function, listed, offered
 
@@ -28,8 +28,8 @@ _LOGPROBS: Final = "message.output_text.logprobs"
 _KEPT: Final = ("previous_response_id", "conversation")
 
 
-def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Ask:
-    """A request. `begin`: see `Prompts.read`. Raises ApiError."""
+def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> GenerationRequest:
+    """Parse a request. `begin`: see `Prompts.read`. Raises ApiError."""
     raw = parse_object(body)
     fields = Fields(raw)
     fields.without_effect("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")
@@ -57,10 +57,12 @@ def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Ask
     fields.finish()
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})
-    talk = Conversation(messages, "input", new_tokens, offer, template, wanted)
-    prompt, params, speech = reader.conversation(talk, params, begin)
+    chat = Conversation(messages, "input", new_tokens, offer, template, wanted)
+    prompt, params, syntax = reader.conversation(chat, params, begin)
     said = {name: raw[name] for name in _REPEATED if raw.get(name) is not None}
-    return Ask(model, (prompt,), 1, params, cache_salt, stream, False, speech=speech, offer=offer, said=said)
+    return GenerationRequest(
+        model, (prompt,), 1, params, cache_salt, stream, False, syntax=syntax, offer=offer, said=said
+    )
 
 
 _REPEATED: Final = (
@@ -109,7 +111,7 @@ def _tool(inside: Fields, where: str) -> Tool:
 
 
 def _input(fields: Fields) -> list[dict[str, Any]]:
-    """Messages as templates know them; calls and thoughts that follow each other are one message."""
+    """Messages for the chat template; calls and reasoning that follow each other are one message."""
     raw = fields.take("input")
     if isinstance(raw, str):
         return [{"role": "user", "content": fields.as_text("input", raw)}]

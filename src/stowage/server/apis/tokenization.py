@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from stowage.engine.prompts import Begin, unasked
+from stowage.server.api_errors import bad
 from stowage.server.apis.chat import tools
 from stowage.server.apis.conversation import messages
 from stowage.server.apis.reader import Reader
 from stowage.server.fields import Fields, parse_object
-from stowage.server.refusal import bad
 from stowage.server.vocabulary import Vocabulary
 
 __all__ = ["detokenize", "tokenize"]
@@ -26,7 +26,7 @@ def tokenize(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) ->
         options, offer, raw = reader.template_options(fields), tools(fields), fields.take("messages")
         fields.flag("add_special_tokens")
         fields.finish()
-        told, template = reader.style.told(messages(raw), offer, options)
+        told, template = reader.chat_template.told(messages(raw), offer, options)
         tokens = reader.prompt(told, None, 1, begin, template, param="messages").tokens
     else:
         name = "content" if fields.given("content") and not fields.given("prompt") else "prompt"

@@ -20,7 +20,7 @@ from typing import Any, Final
 from stowage.engine.grammar import Grammars
 from stowage.engine.sampling_params import StructuredOutputs, Thinking
 from stowage.errors import RequestError
-from stowage.server.refusal import ApiError
+from stowage.server.api_errors import ApiError
 from stowage.server.structured import unusable
 from stowage.server.tools.formats import INDEX, Tags, ToolFormat
 from stowage.server.tools.offer import Offer, Tool

@@ -1,6 +1,6 @@
-"""Which tools a request offers, and what it wants of them: `tools`, `tool_choice`, `parallel_tool_calls`.
+"""The tools that a request offers to the model: `tools`, `tool_choice`, `parallel_tool_calls`.
 
-Owns what a tool may be. APIs read their own fields into these, and templates are told of them in OpenAI's form.
+Owns the checks of a tool. APIs read their own fields into these classes, and chat templates get them in OpenAI's form.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+from stowage.server.api_errors import bad
 from stowage.server.fields import Fields
-from stowage.server.refusal import bad
 
 __all__ = ["NOTHING", "TOOLS_MAX", "Offer", "Tool", "arguments_of", "chosen", "function", "listed", "offered"]
 
@@ -22,8 +22,8 @@ _DESCRIPTION_CHARACTERS: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. parameters: their JSON schema; where: the field that it was read from, and
-    schema: that of its parameters.
+    """A function that the model may call. parameters: their JSON schema; where: the path of the field that the tool was
+    read from; schema: the name of the field with its parameters.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Tool:
 
     @property
     def described(self) -> dict[str, Any]:
-        """As chat templates are told of it."""
+        """The tool as chat templates take it."""
         told = {"name": self.name} | ({"description": self.description} if self.description else {})
         return {"type": "function", "function": told | {"parameters": self.parameters}}
 
@@ -51,12 +51,12 @@ class Offer:
 
     @property
     def is_forced(self) -> bool:
-        """Whether an answer must be calls."""
+        """Whether the answer must be tool calls."""
         return self.choice in ("required", "named")
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        """Those that an answer may call."""
+        """The tools that the answer may call."""
         if self.choice == "none":
             return ()
         return tuple(tool for tool in self.tools if self.choice != "named" or tool.name == self.name)
@@ -115,8 +115,8 @@ def function(inside: Fields, where: str, *, schema: str = "parameters") -> Tool:
 
 
 def chosen(fields: Fields, words: dict[str, str], inside: str | None) -> tuple[str, str]:
-    """`tool_choice`: the choice, and the name where it is one. `words`: what choices are called; `inside`: the field of
-    an object that names a function, None: it does so itself. Raises ApiError.
+    """Reads `tool_choice`: `Offer.choice` and `Offer.name`. `words`: the API's words for choices; `inside`: the field
+    with the object that has the name, None: the name is in `tool_choice` itself. Raises ApiError.
     """
     raw, where = fields.take("tool_choice"), fields.path("tool_choice")
     if raw is None:
@@ -141,7 +141,7 @@ def chosen(fields: Fields, words: dict[str, str], inside: str | None) -> tuple[s
 
 
 def arguments_of(text: str, where: str) -> dict[str, Any]:
-    """The arguments of a call in a history. Raises ApiError for what is no JSON object."""
+    """The arguments of a call in an earlier message. Raises ApiError for what is no JSON object."""
     if not text.strip():
         return {}
     try:

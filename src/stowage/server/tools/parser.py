@@ -1,4 +1,4 @@
-"""Finds thoughts and tool calls in what a model writes, piece by piece: of a text, the same parts however it is cut.
+"""Finds reasoning and tool calls in a model's text, piece by piece; the parts are the same however the text is cut.
 
 Owns what is held back: no more than may yet be a marker, or the beginning of a call until its tool's name is whole.
 What looks like a call and is none is given out as text. Arguments are handed on as the model writes them; those between
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from stowage.server.tools.formats import ToolFormat
-from stowage.server.tools.stage import Kind, Part, Stage
+from stowage.server.tools.incremental_parser import IncrementalParser, Kind, Part
 from stowage.server.tools.tagged import TaggedCalls
 
-__all__ = ["PLAIN", "OutputParser", "Part", "Speech"]
+__all__ = ["PLAIN", "OutputParser", "OutputSyntax", "Part"]
 
 THINK_BEGIN: Final = "<think>"
 THINK_END: Final = "</think>"
@@ -31,9 +31,9 @@ _KEYS: Final = ("name", "arguments", "parameters", "type", "id")
 
 
 @dataclass(frozen=True, slots=True)
-class Speech:
-    """What an answer may consist of. format: None: no calls. thinks: its thoughts stand before `</think>`; begun: it
-    begins with them. parallel: more than one call counts. schemas: of the arguments of each tool, by its name.
+class OutputSyntax:
+    """The syntax of an answer. format: of tool calls; None: none. thinks: reasoning ends with `</think>`; begun: the
+    answer begins within it. parallel: more than one call counts. schemas: of each tool's arguments, by tool name.
     """
 
     format: ToolFormat | None = None
@@ -45,35 +45,35 @@ class Speech:
 
     @property
     def is_plain(self) -> bool:
-        """Whether an answer is nothing but its text."""
+        """Whether an answer is nothing but content."""
         return self.format is None and not self.thinks and not self.harmony
 
 
-PLAIN: Final = Speech()
-"""Text."""
+PLAIN: Final = OutputSyntax()
+"""Content only."""
 
 
 class OutputParser:
-    """Of one answer. Parts of the same kind that follow each other are one, but for calls."""
+    """Parses one answer. Consecutive parts of the same kind are merged, except calls."""
 
-    def __init__(self, speech: Speech) -> None:
-        self._thoughts = _Thoughts(speech.begun) if speech.thinks else None
-        self._calls: Stage | None = None
-        if speech.harmony:
-            self._calls = _Harmony(calls=speech.format is not None)
-        elif speech.format is not None and speech.format.tags is not None:
-            self._calls = TaggedCalls(speech.format, speech.format.tags, speech.schemas)
-        elif speech.format is not None:
-            self._calls = _Calls(speech.format)
-        self._parallel = speech.parallel
+    def __init__(self, syntax: OutputSyntax) -> None:
+        self._thoughts = _Thoughts(syntax.begun) if syntax.thinks else None
+        self._calls: IncrementalParser | None = None
+        if syntax.harmony:
+            self._calls = _Harmony(calls=syntax.format is not None)
+        elif syntax.format is not None and syntax.format.tags is not None:
+            self._calls = TaggedCalls(syntax.format, syntax.format.tags, syntax.schemas)
+        elif syntax.format is not None:
+            self._calls = _Calls(syntax.format)
+        self._parallel = syntax.parallel
         self._seen = 0
 
     def push(self, text: str) -> list[Part]:
-        """The answer goes on with `text`; the parts that are now certain."""
+        """Parse more text; the parts that are now certain."""
         return self._sifted(self._through(text, last=False))
 
     def finish(self) -> list[Part]:
-        """The answer is over; what was held back."""
+        """The answer has ended; the parts that were buffered."""
         return self._sifted(self._through("", last=True))
 
     def _through(self, text: str, *, last: bool) -> Iterable[Part]:
@@ -100,119 +100,119 @@ class OutputParser:
         return kept
 
 
-class _Thoughts(Stage):
-    """Thoughts stand before `</think>`; an answer may begin with `<think>`."""
+class _Thoughts(IncrementalParser):
+    """Reasoning up to `</think>`; an answer may begin with `<think>`."""
 
     def __init__(self, begun: bool) -> None:
         super().__init__()
-        self._state = "thinks" if begun else "begins"
+        self._state = "thinks" if begun else "detect"
 
     def _step(self, last: bool) -> bool:
-        if self._state == "says":
-            return self._give("content", len(self._held))
+        if self._state == "text":
+            return self._emit("content", len(self._buffer))
         if self._state == "thinks":
-            if self._give_until("reasoning", (THINK_END,), last):
+            if self._emit_until("reasoning", (THINK_END,), last):
                 self._state = "ends"
                 return True
             return False
-        text = self._held.lstrip()
+        text = self._buffer.lstrip()
         if self._state == "ends":
-            self._held, self._state = text, "says" if text else "ends"
+            self._buffer, self._state = text, "text" if text else "ends"
             return bool(text)
         if not last and THINK_BEGIN.startswith(text):
             return False
         if text.startswith(THINK_BEGIN):
-            self._held, self._state = text[len(THINK_BEGIN) :], "thinks"
+            self._buffer, self._state = text[len(THINK_BEGIN) :], "thinks"
         else:
-            self._state = "says"
+            self._state = "text"
         return True
 
 
-class _Calls(Stage):
+class _Calls(IncrementalParser):
     """Calls of any format but harmony."""
 
     def __init__(self, form: ToolFormat) -> None:
         super().__init__()
         self._form = form
         self._heads = [re.compile(form.header, re.DOTALL), _OBJECT] if form.header else [_OBJECT]
-        self._state = "says" if form.trigger else "begins"
+        self._state = "text" if form.trigger else "detect"
         self._marker = ""
         self._value, self._read = _Value(), 0
 
     def feed(self, text: str, *, last: bool) -> list[Part]:
         parts = super().feed(text, last=last)
-        if last and self._marker and self._state in ("names", "follows"):
+        if last and self._marker and self._state in ("name", "after_call"):
             parts.append(Part("content", self._marker))
         return parts
 
     def _step(self, last: bool) -> bool:
-        return bool(getattr(self, f"_{self._state}")(last))
+        return bool(getattr(self, f"_read_{self._state}")(last))
 
-    def _begins(self, last: bool) -> bool:
-        """Calls are the whole answer, or there are none."""
-        text, tags = self._held.lstrip(), [tag for tag in self._form.skipped if len(tag) > 1]
+    def _read_detect(self, last: bool) -> bool:
+        """For formats without a marker: the whole answer is calls, or there are none."""
+        text, tags = self._buffer.lstrip(), [tag for tag in self._form.skipped if len(tag) > 1]
         if not last and (not text or any(tag.startswith(text) and tag != text for tag in tags)):
             return False
         tag = next((one for one in tags if text.startswith(one)), "")
         if tag or text.startswith("{"):
-            self._marker, self._held = tag, text[len(tag) :]
-            return self._names_next()
-        self._state = "speaks"
+            self._marker, self._buffer = tag, text[len(tag) :]
+            return self._expect_name()
+        self._state = "text_only"
         return True
 
-    def _speaks(self, last: bool) -> bool:
-        return self._give("content", len(self._held))
+    def _read_text_only(self, last: bool) -> bool:
+        return self._emit("content", len(self._buffer))
 
-    def _says(self, last: bool) -> bool:
-        marker = self._give_until("content", (self._form.trigger,), last)
+    def _read_text(self, last: bool) -> bool:
+        marker = self._emit_until("content", (self._form.trigger,), last)
         if marker:
-            self._marker, self._state = marker, "follows"
+            self._marker, self._state = marker, "after_call"
         return bool(marker)
 
-    def _follows(self, last: bool) -> bool:
-        """Behind a call, or behind what calls begin with: the next one, or text."""
-        text = self._held.lstrip()
+    def _read_after_call(self, last: bool) -> bool:
+        """After a call, or after the opening marker: the next call, or text."""
+        text = self._buffer.lstrip()
         if not text:
-            self._held = "" if last else self._held
+            self._buffer = "" if last else self._buffer
             return False
         listed = sorted((*self._form.heads, *self._form.skipped), key=len, reverse=True)
         if not last and any(one.startswith(text) and one != text for one in listed):
             return False
         known = next((one for one in listed if text.startswith(one)), "")
         if known:
-            self._held = text[len(known) :]
+            self._buffer = text[len(known) :]
             if known in self._form.heads:
                 self._marker = known
-                self._names_next()
+                self._expect_name()
         elif text[0] == "{" or self._marker == self._form.trigger:
-            self._held = text
-            self._names_next()
+            self._buffer = text
+            self._expect_name()
         else:
-            self._state = "says" if self._form.trigger else "speaks"
+            self._state = "text" if self._form.trigger else "text_only"
         return True
 
-    def _names_next(self) -> bool:
-        self._state, self._value, self._read = "names", _Value(), 0
+    def _expect_name(self) -> bool:
+        self._state, self._value, self._read = "name", _Value(), 0
         return True
 
-    def _names(self, last: bool) -> bool:
-        """The name of the tool, up to its arguments."""
-        text = self._held.lstrip()
+    def _read_name(self, last: bool) -> bool:
+        """Up to the arguments: the tool's name."""
+        text = self._buffer.lstrip()
         if self._form.name == "mistral" and text.startswith("["):
-            self._held = text[1:]
+            self._buffer = text[1:]
             return True
         for pattern in self._heads:
-            if found := pattern.match(self._held):
+            if found := pattern.match(self._buffer):
                 name = _text_of(found[1]) if pattern is _OBJECT else found[1]
                 self._parts.append(Part("call", name))
                 self._marker = ""
-                self._held, self._value, self._state = self._held[found.end() :], _Value(), "argues"
+                self._buffer, self._value, self._state = self._buffer[found.end() :], _Value(), "arguments"
                 return True
         if text.startswith("{") and not ((key := _KEY.match(text)) and key[1] not in _KEYS):
-            self._held = text
+            self._buffer = text
             end = self._value.feed(text[self._read :])
             if end and self._whole(text[: self._read + end]):
-                self._held, self._state = text[self._read + end :], "follows"
+                self._buffer, self._state = text[self._read + end :], "after_call"
                 return True
             self._read = len(text)
             return self._none() if end or last else False
@@ -220,14 +220,14 @@ class _Calls(Stage):
             return self._none()
         return self._none() if last or len(text) > _NAME_CHARACTERS else False
 
-    def _argues(self, last: bool) -> bool:
-        end = self._value.feed(self._held)
+    def _read_arguments(self, last: bool) -> bool:
+        end = self._value.feed(self._buffer)
         if end:
-            self._state = "follows"
-        return self._give("arguments", end or len(self._held))
+            self._state = "after_call"
+        return self._emit("arguments", end or len(self._buffer))
 
     def _whole(self, text: str) -> bool:
-        """A call whose name does not come first: it is read when all of it is there."""
+        """A call whose name does not come first: parsed once it is complete."""
         try:
             call = json.loads(text)
         except ValueError:
@@ -243,16 +243,16 @@ class _Calls(Stage):
         return True
 
     def _none(self) -> bool:
-        """What looked like a call is text."""
+        """What looked like a call is content."""
         self._parts.append(Part("content", self._marker))
-        self._marker, self._state = "", "speaks" if not self._form.trigger else "says"
-        if self._held.startswith(self._form.trigger or "\0"):
+        self._marker, self._state = "", "text_only" if not self._form.trigger else "text"
+        if self._buffer.startswith(self._form.trigger or "\0"):
             return True
-        return self._give("content", 1)
+        return self._emit("content", 1)
 
 
-class _Harmony(Stage):
-    """Messages in channels: `analysis` is thought, what goes to a function is a call, all else is said."""
+class _Harmony(IncrementalParser):
+    """Messages in channels: `analysis` is reasoning, a message to a function is a call, all else is content."""
 
     def __init__(self, *, calls: bool) -> None:
         super().__init__()
@@ -263,19 +263,19 @@ class _Harmony(Stage):
     def _step(self, last: bool) -> bool:
         if self._kind is not None:
             ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-            if not self._give_until(self._kind, ends, last):
+            if not self._emit_until(self._kind, ends, last):
                 return False
             self._kind = None
             return True
-        if not self._begun and not self._held.lstrip().startswith("<"):
+        if not self._begun and not self._buffer.lstrip().startswith("<"):
             self._kind, self._begun = "content", True  # no channel at all
-            return bool(self._held)
+            return bool(self._buffer)
         self._begun = True
-        head, marker, rest = self._held.partition("<|message|>")
+        head, marker, rest = self._buffer.partition("<|message|>")
         if not marker:
-            self._held = "" if last else self._held
+            self._buffer = "" if last else self._buffer
             return False
-        self._held = rest
+        self._buffer = rest
         called = re.search(r"to=(?:functions\.)?([\w.-]+)", head)
         if called and self._takes_calls:
             self._parts.append(Part("call", called[1]))
@@ -286,14 +286,14 @@ class _Harmony(Stage):
 
 
 class _Value:
-    """Where a JSON object or list ends."""
+    """Finds the end of a JSON object or list."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._quoted = self._escaped = False
 
     def feed(self, text: str) -> int:
-        """How many characters of `text` belong to it, if it ends there; else 0."""
+        """How many characters of `text` belong to it, if it ends in `text`; else 0."""
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False

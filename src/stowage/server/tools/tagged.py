@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stowage.server.tools.formats import Tags, ToolFormat
-from stowage.server.tools.stage import Part, Stage
+from stowage.server.tools.incremental_parser import IncrementalParser, Part
 
 __all__ = ["TaggedCalls", "allows_text"]
 
@@ -24,15 +24,15 @@ _PYTHON: Final = {"True": True, "False": False, "None": None}
 """What templates that print values as Python does teach a model to write."""
 
 
-class TaggedCalls(Stage):
-    """Of one answer. schemas: of the arguments of each tool, by its name."""
+class TaggedCalls(IncrementalParser):
+    """The calls of one answer. schemas: of each tool's arguments, by tool name."""
 
     def __init__(self, form: ToolFormat, tags: Tags, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__()
         self._form, self._tags, self._schemas = form, tags, schemas
         self._name, self._key = re.compile(tags.name), re.compile(tags.key)
         self._ends = ("\n" + tags.end, tags.end) if tags.lines else (tags.end,)
-        self._state = "says"
+        self._state = "text"
         self._marker = ""
         self._properties: Mapping[str, Any] = {}
         self._first = self._is_text = self._entered = False
@@ -44,42 +44,42 @@ class TaggedCalls(Stage):
         return parts
 
     def _step(self, last: bool) -> bool:
-        return bool(getattr(self, f"_{self._state}")(last))
+        return bool(getattr(self, f"_read_{self._state}")(last))
 
-    def _says(self, last: bool) -> bool:
-        marker = self._give_until("content", (self._form.trigger,), last)
+    def _read_text(self, last: bool) -> bool:
+        marker = self._emit_until("content", (self._form.trigger,), last)
         if marker:
-            self._marker, self._state = marker, "names"
+            self._marker, self._state = marker, "name"
         return bool(marker)
 
-    def _names(self, last: bool) -> bool:
-        """The name of the tool; without one, what looked like a call is text."""
-        found = self._name.match(self._held[:_HEAD_CHARACTERS])
+    def _read_name(self, last: bool) -> bool:
+        """The tool's name; without one, what looked like a call is content."""
+        found = self._name.match(self._buffer[:_HEAD_CHARACTERS])
         if found is None:
-            if not last and len(self._held) < _HEAD_CHARACTERS:
+            if not last and len(self._buffer) < _HEAD_CHARACTERS:
                 return False
             self._parts.append(Part("content", self._marker))
-            self._marker, self._state = "", "says"
+            self._marker, self._state = "", "text"
             return True
         self._parts.append(Part("call", found[1]))
-        self._held = self._held[found.end() :]
+        self._buffer = self._buffer[found.end() :]
         properties = self._schemas.get(found[1], {}).get("properties")
         self._properties = properties if isinstance(properties, Mapping) else {}
-        self._marker, self._state, self._first = "", "lists", True
+        self._marker, self._state, self._first = "", "next_argument", True
         return True
 
-    def _lists(self, last: bool) -> bool:
-        """The name of the next argument, or the end of the call. What else stands there is of no use."""
-        text = self._held.lstrip()
+    def _read_next_argument(self, last: bool) -> bool:
+        """The name of the next argument, or the end of the call; anything else is skipped."""
+        text = self._buffer.lstrip()
         end = next((one for one in self._tags.ends if text.startswith(one)), "")
         if end:
             self._parts.append(Part("arguments", "{}" if self._first else "}"))
-            self._held, self._state = text[len(end) :], "follows"
+            self._buffer, self._state = text[len(end) :], "after_call"
             return True
         if found := self._key.match(text[:_HEAD_CHARACTERS]):
             before = "{" if self._first else ", "
             self._parts.append(Part("arguments", f"{before}{json.dumps(found[1], ensure_ascii=False)}: "))
-            self._held, self._state = text[found.end() :], "values"
+            self._buffer, self._state = text[found.end() :], "argument_value"
             self._is_text = allows_text(self._properties.get(found[1]))
             self._first = self._entered = False
             if self._is_text:
@@ -88,52 +88,52 @@ class TaggedCalls(Stage):
         if not text or (text[0] == "<" and not last and len(text) < _HEAD_CHARACTERS):
             return False
         _, begins, rest = text[1:].partition("<")
-        self._held = begins + rest
+        self._buffer = begins + rest
         return True
 
-    def _values(self, last: bool) -> bool:
+    def _read_argument_value(self, last: bool) -> bool:
         if self._tags.lines and not self._entered:
-            self._held = self._held.removeprefix("\n")
+            self._buffer = self._buffer.removeprefix("\n")
         self._entered = True
         if self._is_text:
             at = len(self._parts)
-            ended = bool(self._give_until("arguments", self._ends, last))
+            ended = bool(self._emit_until("arguments", self._ends, last))
             self._parts[at:] = [Part(part.kind, _quoted(part.text)) for part in self._parts[at:]]
             if ended:
                 self._parts.append(Part("arguments", '"'))
         else:
-            ended = self._tags.end in self._held
+            ended = self._tags.end in self._buffer
             if not ended and not last:
                 return False
-            value, _, rest = self._held.partition(self._tags.end)
+            value, _, rest = self._buffer.partition(self._tags.end)
             self._parts.append(Part("arguments", _json_of(value.strip()) if ended else value))
-            self._held = rest
-        self._state = "lists" if ended else "values"
+            self._buffer = rest
+        self._state = "next_argument" if ended else "argument_value"
         return ended
 
-    def _follows(self, last: bool) -> bool:
-        """Behind a call: the next one, or text."""
-        text = self._held.lstrip()
+    def _read_after_call(self, last: bool) -> bool:
+        """After a call: the next one, or text."""
+        text = self._buffer.lstrip()
         if not text:
-            self._held = "" if last else self._held
+            self._buffer = "" if last else self._buffer
             return False
         closing, trigger, again = self._tags.closing, self._form.trigger, self._tags.again
         known = [one for one in (closing, trigger, again) if one]
         if not last and any(one.startswith(text) and one != text for one in known):
             return False
         if again and text.startswith(again):
-            self._held, self._state = text, "names"
+            self._buffer, self._state = text, "name"
         elif text.startswith(trigger):
-            self._held, self._state, self._marker = text[len(trigger) :], "names", trigger
+            self._buffer, self._state, self._marker = text[len(trigger) :], "name", trigger
         elif closing and text.startswith(closing):
-            self._held = text[len(closing) :]
+            self._buffer = text[len(closing) :]
         else:
-            self._state = "says"
+            self._state = "text"
         return True
 
 
 def allows_text(schema: Any) -> bool:
-    """Whether a value of this schema may be a string. Then it is one: tags do not tell `null` from "null"."""
+    """Whether a value of this schema may be a string. Then it is taken as one: tags do not tell `null` from "null"."""
     if not isinstance(schema, Mapping):
         return False
     for several in ("anyOf", "oneOf"):
@@ -151,7 +151,7 @@ def _quoted(text: str) -> str:
 
 
 def _json_of(text: str) -> str:
-    """`text` as it stands if it is JSON, else as a string."""
+    """`text` unchanged if it is JSON, else as a JSON string."""
     if text in _PYTHON:
         return json.dumps(_PYTHON[text])
     try:

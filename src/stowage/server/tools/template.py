@@ -1,5 +1,5 @@
-"""What a model's chat template knows: tools, thoughts, efforts. Owns how a conversation with tools is told to one that
-knows none: as words in the system message, and calls and their results as text.
+"""What a model's chat template supports: tools, reasoning, effort. For a template without tools it writes the tools
+into the system message, and calls and their results as text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stowage.server.tools.formats import AUTO, FORMATS, of_template
 from stowage.server.tools.offer import Offer
 from stowage.server.tools.parser import THINK_BEGIN, THINK_END
 
-__all__ = ["ChatStyle"]
+__all__ = ["ChatTemplate"]
 
 _TAIL_TOKENS: Final = 8
 _INTRODUCTION: Final = """# Tools
@@ -31,8 +31,8 @@ To call a function, answer with its name and arguments as JSON between <tool_cal
 </tool_call>"""
 
 
-class ChatStyle:
-    """Of one model. `tool_parser` and `reasoning_parser`: names of formats, or `auto`: what the template says."""
+class ChatTemplate:
+    """One model's chat template. `tool_parser` and `reasoning_parser`: names of formats; `auto`: detected."""
 
     def __init__(self, tokenizer: Any, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
         self._tokenizer = tokenizer
@@ -49,26 +49,26 @@ class ChatStyle:
         self._tagged = tagged and not self.format.harmony
 
     def knows(self, name: str) -> bool:
-        """Whether the template looks at a value of this name."""
+        """Whether the template uses a value of this name."""
         return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
 
     @cached_property
     def hides_markers(self) -> bool:
-        """Whether some of what calls and thoughts are found by are special tokens, which texts do not show."""
+        """Whether some markers of calls and reasoning are special tokens, which decoding leaves out by default."""
         texts = [*self.format.markers, THINK_BEGIN, THINK_END]
         return any(self._is_special(text) for text in texts if text)
 
     def told(
         self, messages: list[dict[str, Any]], offer: Offer, template: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Messages and values for the template."""
+        """The messages and values that the template is rendered with."""
         if self._knows_tools:
             described = [tool.described for tool in offer.tools]
             return messages, dict(template) | ({"tools": described} if described else {})
         return _in_words(messages, offer), dict(template)
 
     def thoughts(self, prompt: list[int]) -> tuple[bool, bool]:
-        """Whether an answer may have thoughts, and whether it begins with them."""
+        """Whether an answer to this prompt may have reasoning, and whether it begins within it."""
         if not self._tagged:
             return False, False
         tail = str(self._tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)).rstrip()
@@ -77,7 +77,7 @@ class ChatStyle:
         return not tail.endswith(THINK_END), self._forced and not tail.endswith(THINK_END)
 
     def thinking(self, *, thinks: bool, begun: bool) -> Thinking | None:
-        """The tokens around thoughts, before which no grammar begins; None: they are no tokens by themselves."""
+        """The tokens that enclose reasoning, for which no grammar holds; None: they are not single tokens."""
         begin, end = self._token(THINK_BEGIN), self._token(THINK_END)
         return Thinking(begin, end, begun) if thinks and begin is not None and end is not None else None
 
@@ -91,7 +91,7 @@ class ChatStyle:
 
 
 def _in_words(messages: list[dict[str, Any]], offer: Offer) -> list[dict[str, Any]]:
-    """For templates that know roles and texts only."""
+    """The messages for a template that knows roles and texts only."""
     told: list[dict[str, Any]] = []
     results = False
     for message in messages:

@@ -1,4 +1,4 @@
-"""What a server serves, under which name, and how the answers of its chats are read."""
+"""What a server serves: the model's name, and the formats of its tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stowage.server.tools.formats import AUTO, FORMATS, REASONING
 if TYPE_CHECKING:
     from stowage.engine.embedder import Embedder
 
-__all__ = ["Served", "ServedEmbedder", "origins"]
+__all__ = ["ServedEmbedder", "ServedModel", "origins"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,10 @@ class ServedEmbedder:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """name: the model's, for clients. tool_call_parser, reasoning_parser: formats of calls and thoughts, under vLLM's
-    names; `auto`: what the chat template says. allowed_origins: web pages that may ask, `*`: all. embedding: what makes
-    vectors of texts.
-
-    Raises ConfigError.
+class ServedModel:
+    """name: the model's, for clients. tool_call_parser, reasoning_parser: formats of tool calls and reasoning, under
+    vLLM's names; `auto`: as the chat template says. allowed_origins: for CORS; `*`: all. embedding: an embedding model
+    that is served beside it. Raises ConfigError.
     """
 
     name: str
@@ -51,7 +49,7 @@ class Served:
 
 
 def origins(text: str) -> tuple[str, ...]:
-    """Of a setting: separated by commas, or a list in JSON, as vLLM has it. Raises ConfigError."""
+    """The origins in a setting: separated by commas, or a JSON list, as vLLM has it. Raises ConfigError."""
     if not text.strip().startswith("["):
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:

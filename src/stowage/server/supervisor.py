@@ -1,7 +1,6 @@
-"""The engine of a server, and another in its place when it has failed: at most `most` times.
+"""Owns the engine of a server, and opens another one when it has failed.
 
-Owns the engine: it is closed here, and nobody else keeps it, so that the memory of one that failed is free before the
-next is opened.
+Only the supervisor keeps a reference to the engine, so that a failed one's memory is free before the next is opened.
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ from collections.abc import Callable
 
 from stowage.engine.engine import Engine
 
-__all__ = ["Engines"]
+__all__ = ["EngineSupervisor"]
 
 logger = logging.getLogger("stowage.server")
 _CLOSE_S = 10.0
 
 
-class Engines:
-    """`engine`: the one that computes; None while another is being opened. `reopened`: how often that was begun.
-
-    `open` makes one; what it raises is raised here.
+class EngineSupervisor:
+    """`engine`: the current one; None while another is being opened. `reopened`: how often that was begun; at most
+    `most` times. `open` makes an engine; what it raises is raised here.
     """
 
     def __init__(self, open: Callable[[], Engine], most: int = 0) -> None:
@@ -29,21 +27,21 @@ class Engines:
         self._most = most
         self.reopened = 0
         self.engine: Engine | None = open()
-        # What is here now stays: looking at it for cycles again and again would stop every thread for 0.16 s each time.
+        # The objects made so far are permanent. Scanning them in each collection would stop every thread for 0.16 s.
         gc.freeze()
 
     @property
     def left(self) -> int:
-        """How often another may be opened yet."""
+        """How often another engine may still be opened."""
         return self._most - self.reopened
 
     @property
     def failed(self) -> bool:
-        """Whether nothing will be computed unless another engine is opened."""
+        """Whether there is no working engine."""
         return self.engine is None or self.engine.failed
 
-    def renew(self) -> None:
-        """Close the engine and open another. Takes as long as that does; raises what opening raises."""
+    def reopen(self) -> None:
+        """Close the engine and open another; blocks until then. Raises what opening raises."""
         assert self.left > 0
         self.reopened += 1
         logger.error(
@@ -61,9 +59,9 @@ class Engines:
         if engine is not None:
             engine.close(_CLOSE_S if engine.failed else 30.0)
         del engine
-        gc.collect()  # its parts know each other
+        gc.collect()  # its parts refer to each other
 
-    def __enter__(self) -> Engines:
+    def __enter__(self) -> EngineSupervisor:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,12 +14,12 @@ from stowage.engine.engine import Engine, Progress
 from stowage.server.auth import Tenant
 from stowage.server.bridge import Bridge
 from stowage.server.counts import Counts
-from stowage.server.engines import Engines
-from stowage.server.front import Visit
-from stowage.server.journal import KEPT_MAX, SHOWN_MAX, Journal
 from stowage.server.limits import Limits
-from stowage.server.served import Served
-from stowage.server.watch import EVERY_S, KEPT_S, History, Watch
+from stowage.server.middleware import RequestContext
+from stowage.server.monitor import EVERY_S, KEPT_S, History, Monitor
+from stowage.server.request_history import KEPT_MAX, SHOWN_MAX, RequestHistory
+from stowage.server.served_model import ServedModel
+from stowage.server.supervisor import EngineSupervisor
 
 TEXT = "/v1/completions"
 
@@ -34,8 +34,8 @@ def test_the_history_is_a_ring() -> None:
     assert [sample[1] for sample in history.after((3 * kept - 2) * EVERY_S)] == [3 * kept - 2, 3 * kept - 1]
 
 
-def visit_of(tenant: Tenant, number: int) -> Visit:
-    return Visit(TEXT, f"req-{number}", tenant, time.monotonic(), status=200)
+def visit_of(tenant: Tenant, number: int) -> RequestContext:
+    return RequestContext(TEXT, f"req-{number}", tenant, time.monotonic(), status=200)
 
 
 def exchange_of(number: int) -> SimpleNamespace:
@@ -43,36 +43,36 @@ def exchange_of(number: int) -> SimpleNamespace:
     progress = Progress("computing", 9, {"device": 4}, 5, number, 0, 0.2, 0.1, None, None, None)
     request = SimpleNamespace(completion=None, progress=lambda: progress)
     asked = SimpleNamespace(prompts=[SimpleNamespace(tokens=[1] * 9)], stream=False, choices=1, silent=False)
-    return SimpleNamespace(ask=asked, requests=[request])
+    return SimpleNamespace(request=asked, requests=[request])
 
 
 def test_the_journal_is_bounded() -> None:
     """Of all clients together so many are kept, and of one so many shown; those of others are in nobody's way."""
     alice, bob = Tenant(b"a"), Tenant(b"b")
-    journal = Journal(time.monotonic())
+    request_history = RequestHistory(time.monotonic())
     for number in range(KEPT_MAX + 10):
-        visit = visit_of(bob if number == 20 else alice, number)
-        journal.begin(visit, exchange_of(number))
-        visit.at_end()  # type: ignore[misc]
-    told = journal.described(alice, 0)["ended"]
+        context = visit_of(bob if number == 20 else alice, number)
+        request_history.begin(context, exchange_of(number))
+        context.on_end()  # type: ignore[misc]
+    told = request_history.described(alice, 0)["ended"]
     assert [one["id"] for one in told] == [f"req-{KEPT_MAX + 9 - n}" for n in range(SHOWN_MAX)]
-    assert [one["id"] for one in journal.described(bob, 0)["ended"]] == ["req-20"]
+    assert [one["id"] for one in request_history.described(bob, 0)["ended"]] == ["req-20"]
     for number in range(KEPT_MAX):
-        visit = visit_of(alice, number)
-        journal.begin(visit, exchange_of(number))
-        visit.at_end()  # type: ignore[misc]
-    assert journal.described(bob, 0)["ended"] == [], "what ended first is forgotten first"
+        context = visit_of(alice, number)
+        request_history.begin(context, exchange_of(number))
+        context.on_end()  # type: ignore[misc]
+    assert request_history.described(bob, 0)["ended"] == [], "what ended first is forgotten first"
     for number in range(SHOWN_MAX + 5):
-        journal.begin(visit_of(bob, number), exchange_of(number))
-    shown = journal.described(bob, 0)["open"]
+        request_history.begin(visit_of(bob, number), exchange_of(number))
+    shown = request_history.described(bob, 0)["open"]
     assert [one["id"] for one in shown] == [f"req-{SHOWN_MAX + 4 - n}" for n in range(SHOWN_MAX)]
-    assert journal.described(alice, 0)["open"] == []
+    assert request_history.described(alice, 0)["open"] == []
 
 
 @pytest.fixture
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Bridge, Engine]]:
-    monkeypatch.setattr("stowage.server.watch._PATIENCE_S", 0.05)
-    bridge = Bridge(Engines(lambda: engine), Served("tiny"), Limits())
+    monkeypatch.setattr("stowage.server.monitor._PATIENCE_S", 0.05)
+    bridge = Bridge(EngineSupervisor(lambda: engine), ServedModel("tiny"), Limits())
     yield bridge, engine
     bridge.close()
 
@@ -83,7 +83,7 @@ def test_a_busy_engine_keeps_nobody_waiting(watched: tuple[Bridge, Engine]) -> N
     looks = []
 
     async def scene() -> None:
-        watch = Watch(bridge, Counts())
+        watch = Monitor(bridge, Counts())
         fresh = await watch.state(Tenant(), 0)
         assert fresh["server"]["age_s"] < 30
         monkeypatched = engine.stats

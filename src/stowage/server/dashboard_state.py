@@ -1,7 +1,7 @@
-"""From an engine's statistics to what the dashboard shows of memory, transfers and totals.
+"""The dashboard's state made from an engine's statistics: memory, transfers and totals.
 
-Owns the shape of these parts of the state (docs/serving.md lists it). The numbers are taken over as they are, or
-summed; a number that a tier does not have is None. Paths and addresses of tiers are not told.
+Owns the shape of these parts of the state (docs/serving.md lists it). Numbers are copied or summed; a number that a
+tier does not have is None. Paths and addresses of tiers are not included.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 from stowage.engine.engine import Engine
 from stowage.engine.placement_report import placement, shared_tiers, weights_bytes
 
-__all__ = ["Fixed", "sample", "sample_names", "totals", "transfers"]
+__all__ = ["MemoryLayout", "sample", "sample_names", "totals", "transfers"]
 
 TRANSFER_NUMBERS: Final = (
     "transfers_under_way spills_waiting promoted promoted_bytes spills spilled_bytes timeouts"
@@ -25,8 +25,8 @@ TIER_NUMBERS: Final = (
 ).split()
 
 
-class Fixed:
-    """What does not change while an engine lives: how its memory is divided."""
+class MemoryLayout:
+    """How an engine's memory is divided, which does not change while it lives."""
 
     def __init__(self, engine: Engine) -> None:
         groups = engine.parts.layout.groups
@@ -45,7 +45,7 @@ class Fixed:
             self._tiers = [(tier.name, tier.name in shared) for tier in engine.store.tiers]
 
     def memory(self, stats: Stats) -> dict[str, Any]:
-        """Where every byte is: `device`, `host` (None without), and the `tiers` below, fastest first."""
+        """The use of `device`, of `host` (None without host memory), and of the `tiers` below, fastest first."""
         store = stats["store"]
         return {
             "device": {"weights_bytes": self._weights_bytes, "groups": [self._pool(pool) for pool in stats["pools"]]},
@@ -103,7 +103,7 @@ def transfers(stats: Stats) -> dict[str, Any] | None:
 
 
 def sample_names(engine: Engine) -> list[str]:
-    """Of the numbers of one sample: totals, and, from 0 to 1, the share of each tier that holds something."""
+    """The names of one sample's numbers: totals, and the share of each tier that is used, from 0 to 1."""
     names = "tokens_reused prompt_tokens_computed answer_tokens first_tokens first_token_s choices_open".split()
     tiers = ["device"]
     if engine.store is not None:
@@ -132,7 +132,7 @@ def sample(stats: Stats, counts: Mapping[str, float], choices_open: int) -> dict
 
 
 def _held_bytes(pool: Mapping[str, Any]) -> float:
-    """Of a pool's memory, what is in use or keeps a prefix."""
+    """Bytes of a pool that are in use or cache a prefix."""
     return float(pool["bytes"] * (pool["used"] + pool["cached"]) / pool["blocks"])
 
 

@@ -1,4 +1,4 @@
-"""Reads the bodies of requests within the limits: their size, their time, and the memory of all together."""
+"""Reads request bodies within limits: of size, of time, and of the memory of all requests together."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 
 from starlette.requests import Request
 
+from stowage.server.api_errors import ApiError
 from stowage.server.limits import Limits
 from stowage.server.memory import Reservation
-from stowage.server.refusal import ApiError
-from stowage.server.stream import ClientLeft
+from stowage.server.stream import ClientDisconnected
 
-__all__ = ["Bodies", "took_too_long"]
+__all__ = ["BodyReader", "took_too_long"]
 
 
 def took_too_long(limits: Limits) -> ApiError:
@@ -19,34 +19,34 @@ def took_too_long(limits: Limits) -> ApiError:
     return ApiError(504, what, code="timeout")
 
 
-class Bodies:
-    """Reads bodies within the limits."""
+class BodyReader:
+    """See the module."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
 
-    async def read(self, request: Request, hold: Reservation) -> bytearray:
-        """The whole body, which `hold` then has. Raises ApiError, and ClientLeft."""
+    async def read(self, request: Request, reservation: Reservation) -> bytearray:
+        """The whole body, whose bytes are counted in `reservation`. Raises ApiError and ClientDisconnected."""
         self._check_head(request)
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.body_timeout_s):
-                while await self._part(request, body, hold):
+                while await self._part(request, body, reservation):
                     pass
         except TimeoutError as error:
             what = f"The body did not arrive within {self._limits.body_timeout_s:g} s."
             raise ApiError(408, what, code="timeout", headers={"connection": "close"}) from error
         return body
 
-    async def _part(self, request: Request, body: bytearray, hold: Reservation) -> bool:
+    async def _part(self, request: Request, body: bytearray, reservation: Reservation) -> bool:
         """Add the next part to `body`; whether there are more."""
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise ClientLeft
+            raise ClientDisconnected
         part = message.get("body", b"")
         if len(body) + len(part) > self._limits.body_bytes_max:
             raise self._too_large()
-        hold.take(len(part))
+        reservation.take(len(part))
         body += part
         return bool(message.get("more_body", False))
 

@@ -1,4 +1,4 @@
-"""One request, understood: prompts of tokens, parameters for the engine, and what its answer may consist of."""
+"""A parsed request: prompts as tokens, sampling parameters, and the syntax of its answer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from stowage.engine.sampling_params import SamplingParams
 from stowage.server.tools.offer import NOTHING, Offer
-from stowage.server.tools.parser import PLAIN, Speech
+from stowage.server.tools.parser import PLAIN, OutputSyntax
 
-__all__ = ["SEEDS", "Ask", "Prompt"]
+__all__ = ["SEEDS", "GenerationRequest", "Prompt"]
 
 SEEDS: Final = 1 << 63
 
@@ -25,12 +25,12 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request, understood. `n` choices of each prompt; choice i of prompt p has the index p * n + i.
+class GenerationRequest:
+    """A parsed request for `n` choices of each prompt; choice i of prompt p has the index p * n + i.
 
-    logprobs: how many likeliest tokens are reported beside each token; None: no log-probabilities at all. silent:
-    nothing is to be generated, which the engine cannot do: it draws a token that is not shown. speech: what the text of
-    an answer may consist of; offer: the tools that it may call. said: fields that an API repeats in its answers.
+    logprobs: how many top tokens are reported with each token; None: no log-probabilities. silent: `max_tokens` is 0;
+    the engine cannot generate nothing, so it draws a token that is not shown. syntax: reasoning and calls in the
+    answer's text; offer: the tools that it may call. said: fields that the API repeats in its answers.
     """
 
     model: str
@@ -43,7 +43,7 @@ class Ask:
     logprobs: int | None = None
     echo: bool = False
     silent: bool = False
-    speech: Speech = PLAIN
+    syntax: OutputSyntax = PLAIN
     offer: Offer = NOTHING
     said: Mapping[str, Any] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class Ask:
         return len(self.prompts) * self.n
 
     def params_of(self, choice: int) -> SamplingParams:
-        """Of one choice: choices of one prompt must not all be drawn with the same seed."""
+        """The parameters of one choice: choices of one prompt need different seeds."""
         prompt, number = divmod(choice, self.n)
         seed = self.params.seed
         return replace(

@@ -1,8 +1,7 @@
-"""Work that takes long, off the event loop: one thread, for which clients take turns, so that none waits for all that
-another one has sent.
+"""A fair queue for long work off the event loop: one thread, shared round-robin by clients.
 
-Owns who is next, and how much of the processor's time each client has had: `limit_s` of a minute, at most. What a
-client gives up is not begun; what has begun ends at its next check.
+Owns the order, and how much processor time each client has used: at most `limit_s` per minute. Abandoned work is not
+begun; work that has begun ends at its next `check`.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from stowage.server.refusal import busy
+from stowage.server.api_errors import busy
 
-__all__ = ["GivenUp", "Job", "Turns"]
+__all__ = ["Abandoned", "FairQueue", "Job"]
 
 T = TypeVar("T")
 _MINUTE_S: Final = 60.0
 _CLIENTS_MAX: Final = 4096
 
 
-class GivenUp(Exception):
-    """Whoever wanted the work done has gone."""
+class Abandoned(Exception):
+    """The caller no longer waits for the work."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,24 +39,24 @@ class Job:
     left_s: float
     began_s: float = 0.0
     running: bool = False
-    unwanted: bool = False
+    abandoned: bool = False
 
     def check(self) -> None:
-        """Raises GivenUp when nobody waits any more, ApiError when it has taken too long."""
-        if self.unwanted:
-            raise GivenUp
+        """Raises Abandoned when the caller no longer waits, ApiError when the client has used up its time."""
+        if self.abandoned:
+            raise Abandoned
         if self.spent_s > self.left_s:
             what = "Reading this client's requests has taken more processor time than one client may have; try later."
             raise busy(what, 5)
 
     @property
     def spent_s(self) -> float:
-        """Of the processor's time, so far. On the thread that works."""
+        """Processor time so far. On the worker thread."""
         return time.thread_time() - self.began_s
 
 
-class Turns:
-    """All methods are called on the event loop's thread. `limit_s`: of the processor, for each client and minute."""
+class FairQueue:
+    """All methods are called on the event loop's thread. `limit_s`: processor time per client and minute."""
 
     def __init__(self, name: str, limit_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
         self._threads = ThreadPoolExecutor(1, name)
@@ -76,21 +75,21 @@ class Turns:
             found: T = await asyncio.shield(job.done)
             return found
         except asyncio.CancelledError:
-            job.unwanted = True
-            if job.running:  # it uses memory that is not to be given back before
+            job.abandoned = True
+            if job.running:  # its memory may be returned only after it has ended
                 await asyncio.wait({job.done})
                 job.done.exception()
             raise
 
     def close(self) -> None:
-        """What was not begun is given up."""
+        """Cancel all jobs that have not begun."""
         for job in [job for jobs in self._waiting.values() for job in jobs]:
             job.done.cancel()
         self._waiting.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def spent_s(self, client: str) -> float:
-        """What counts against a client now: what it has used, less what has come back since."""
+        """Processor time that counts against a client: what it has used, less what was refilled since."""
         spent_s, at_s = self._spent.get(client, (0.0, 0.0))
         if math.isinf(self._limit_s):
             return 0.0
@@ -103,7 +102,7 @@ class Turns:
             job = jobs.popleft()
             if jobs:
                 self._waiting[client] = jobs  # after those of all others
-            if job.unwanted:
+            if job.abandoned:
                 job.done.cancel()
                 continue
             self._busy = job.running = True

@@ -1,9 +1,9 @@
-"""What the dashboard and `stowage top` show: one picture of the engine, the tiers, the requests and the last hour.
+"""The state that the dashboard and `stowage top` show: the engine, the tiers, the requests and the last hour.
 
-Owns the history, and when the engine is looked at: once for all who ask meanwhile. The numbers are those of /metrics:
-`Engine.stats()` and the server's counts; nothing is counted here. docs/serving.md lists what is in the picture.
+Owns the history, and when the engine's statistics are read: once for all clients that wait meanwhile. The numbers are
+those of /metrics: `Engine.stats()` and the server's counts; nothing is counted here. docs/serving.md lists the state.
 
-Memory is bounded: the history is a ring, the journal of requests another.
+Memory is bounded: history and requests are ring buffers.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from stowage import __version__
-from stowage.server import picture
+from stowage.server import dashboard_state
 from stowage.server.auth import Tenant
 from stowage.server.bridge import Bridge
 from stowage.server.counts import Counts
-from stowage.server.journal import Journal
+from stowage.server.request_history import RequestHistory
 
-__all__ = ["EVERY_S", "KEPT_S", "History", "Watch"]
+__all__ = ["EVERY_S", "KEPT_S", "History", "Monitor"]
 
 EVERY_S: Final = 5.0
 KEPT_S: Final = 3600.0
 _PATIENCE_S: Final = 1.0
-"""The engine is not looked at while it computes a step; who has waited so long gets the last picture."""
+"""Statistics cannot be read while the engine computes a step; a client that waited this long gets the last ones."""
 Stats = Mapping[str, Any]
 
 
 class History:
-    """Samples of the last `KEPT_S`, oldest first. `names` are those of the numbers in each; None: not known."""
+    """Samples of the last `KEPT_S`, oldest first. `names`: of a sample's numbers; an unknown number is None."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -48,8 +48,8 @@ class History:
         return [[round(at_s, 3), *numbers] for at_s, numbers in self._samples if at_s >= after_s]
 
 
-class Watch:
-    """Looks at one server. All methods are called on the event loop's thread; all times are seconds since it began."""
+class Monitor:
+    """Of one server. All methods are called on the event loop's thread; all times are seconds since it began."""
 
     def __init__(self, bridge: Bridge, counts: Counts, clock: Callable[[], float] = time.monotonic) -> None:
         self._bridge = bridge
@@ -57,14 +57,14 @@ class Watch:
         self._clock = clock
         self._began_s = clock()
         self._started_at = time.time()
-        self.journal = Journal(self._began_s)
-        self.history = History(picture.sample_names(bridge.engine))
-        self._fixed = picture.Fixed(bridge.engine)
+        self.request_history = RequestHistory(self._began_s)
+        self.history = History(dashboard_state.sample_names(bridge.engine))
+        self._memory_layout = dashboard_state.MemoryLayout(bridge.engine)
         self._seen: tuple[float, Stats] | None = None
         self._looking: asyncio.Future[Stats] | None = None
 
     async def state(self, tenant: Tenant, after_s: float) -> dict[str, Any]:
-        """The picture for one client. `after_s`: of what ended and of the history, only what came then or later."""
+        """The state for one client, with the history and the ended requests from `after_s` on."""
         seen_s, stats = await self._look()
         numbers, now_s = self._counts.numbers(), self._now_s()
         bridge = self._bridge
@@ -82,10 +82,10 @@ class Watch:
                 "choices_limit": bridge.max_choices,
                 "max_num_seqs": bridge.max_num_seqs,
             },
-            "totals": picture.totals(stats, numbers),
-            "memory": self._fixed.memory(stats),
-            "transfers": picture.transfers(stats),
-            "requests": self.journal.described(tenant, after_s),
+            "totals": dashboard_state.totals(stats, numbers),
+            "memory": self._memory_layout.memory(stats),
+            "transfers": dashboard_state.transfers(stats),
+            "requests": self.request_history.described(tenant, after_s),
             "history": {
                 "every_s": EVERY_S,
                 "names": ["at_s", *self.history.names],
@@ -97,7 +97,7 @@ class Watch:
         """Take a sample now and every `EVERY_S`, until it is cancelled."""
         while True:
             _, stats = await self._look(None)
-            numbers = picture.sample(stats, self._counts.numbers(), self._bridge.choices_open)
+            numbers = dashboard_state.sample(stats, self._counts.numbers(), self._bridge.choices_open)
             self.history.add(self._now_s(), numbers)
             await asyncio.sleep(EVERY_S)
 
@@ -105,7 +105,7 @@ class Watch:
         """The engine's statistics and when they were read. Old ones after `patience_s`, where there are any."""
         if self._looking is None or self._looking.done():
             self._looking = self._bridge.look(self._bridge.stats)
-            self._looking.add_done_callback(self._see)  # also for those who did not wait so long
+            self._looking.add_done_callback(self._see)  # also where no client waited for it
         looking = self._looking
         await asyncio.wait({looking}, timeout=patience_s if self._seen is not None else None)
         if looking.done():

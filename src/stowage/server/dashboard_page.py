@@ -1,8 +1,7 @@
-"""The page at /: one document that needs nothing else, put together from the parts in `dashboard`.
+"""The page at /: one self-contained document, put together from the parts in `dashboard`.
 
-Owns what a browser may do with it. It may run this script and use this style, which it knows by their digests, and ask
-this server; it may load nothing, and no other page may frame it or read from it. A text that got into the page as code
-would not run.
+Owns its content security policy. The page may run this script, use this style (both by digest) and fetch from this
+server; it may load nothing else, and no other page may frame it or read from it. Injected code would not run.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Final
 __all__ = ["PRIVATE", "SCRIPTS", "load"]
 
 SCRIPTS: Final = ("format.js", "nodes.js", "charts.js", "memory.js", "requests.js", "main.js")
-"""In this order one script: what comes later makes use of what comes before."""
+"""Concatenated in this order: later parts use earlier ones."""
 PRIVATE: Final[Mapping[str, str]] = {
     "cache-control": "no-store",
     "cross-origin-resource-policy": "same-origin",

@@ -1,6 +1,6 @@
-"""What the choices of an answer consist of: texts that were said and thought, and calls with their identities.
+"""The parsed choices of an answer: content, reasoning, and tool calls with their ids.
 
-Owns one parser for each choice, so that a stream and a whole answer have the same parts.
+Owns one parser for each choice, so that streamed and unstreamed answers have the same parts.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import string
 from dataclasses import dataclass, field
 
 from stowage.engine.engine import Completion, Delta
-from stowage.server.apis.ask import Ask
+from stowage.server.apis.generation_request import GenerationRequest
 from stowage.server.tools.parser import OutputParser, Part
 
-__all__ = ["Call", "Spoken", "Voices"]
+__all__ = ["Call", "ChoiceParsers", "ParsedOutput"]
 
 _LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of a tool. arguments: JSON as the model wrote it, whole or not."""
+    """One tool call. arguments: JSON as the model wrote it, complete or not."""
 
     id: str
     name: str
@@ -28,29 +28,29 @@ class Call:
 
 
 @dataclass(slots=True)
-class Spoken:
-    """One choice, as far as it has come."""
+class ParsedOutput:
+    """The output of one choice so far."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
 
 
-class Voices:
-    """Of one answer. `prefix`: of the identities of calls."""
+class ChoiceParsers:
+    """The parsers of one answer's choices. `prefix`: of the ids of calls."""
 
-    def __init__(self, ask: Ask, prefix: str) -> None:
-        self._ask = ask
+    def __init__(self, request: GenerationRequest, prefix: str) -> None:
+        self._ask = request
         self._prefix = prefix
         self._parsers: dict[int, OutputParser] = {}
-        self._spoken: dict[int, Spoken] = {}
+        self._spoken: dict[int, ParsedOutput] = {}
 
-    def grown(self, choice: int, delta: Delta) -> list[Part]:
-        """The parts that a piece of a stream brings."""
-        if self._ask.speech.is_plain:
+    def push(self, choice: int, delta: Delta) -> list[Part]:
+        """Parse a piece; the parts that it completes."""
+        if self._ask.syntax.is_plain:
             parts = [Part("content", delta.text)] if delta.text else []
         else:
-            parser = self._parsers.setdefault(choice, OutputParser(self._ask.speech))
+            parser = self._parsers.setdefault(choice, OutputParser(self._ask.syntax))
             parts = parser.push(delta.text) + (parser.finish() if delta.completion is not None else [])
         spoken = self.spoken(choice)
         for part in parts:
@@ -64,18 +64,18 @@ class Voices:
                 spoken.calls[-1].arguments += part.text
         return parts
 
-    def whole(self, choice: int, completion: Completion) -> Spoken:
-        """What a choice has come to, read at once."""
+    def whole(self, choice: int, completion: Completion) -> ParsedOutput:
+        """The output of an ended choice, parsed in one go."""
         self._parsers.pop(choice, None)
         self._spoken.pop(choice, None)
-        self.grown(choice, Delta(completion.text, [], completion))
+        self.push(choice, Delta(completion.text, [], completion))
         return self.spoken(choice)
 
-    def spoken(self, choice: int) -> Spoken:
-        return self._spoken.setdefault(choice, Spoken())
+    def spoken(self, choice: int) -> ParsedOutput:
+        return self._spoken.setdefault(choice, ParsedOutput())
 
     def _identity(self) -> str:
-        form = self._ask.speech.format
+        form = self._ask.syntax.format
         if form is not None and form.id_characters:
             return "".join(secrets.choice(_LETTERS) for _ in range(form.id_characters))
         return self._prefix + secrets.token_hex(12)

@@ -1,4 +1,4 @@
-"""A request that is answered with an error: status, and the error object that OpenAI clients read.
+"""Error answers: HTTP status, and the error object that OpenAI clients read.
 
 {"error": {"message": "...", "type": "invalid_request_error", "param": "top_p", "code": null}}
 """
@@ -15,7 +15,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(RequestError):
-    """One refusal. `message` is for whoever wrote the request: what is wrong, and the way out."""
+    """An error answer. `message` is for the author of the request: what is wrong, and how to mend it."""
 
     def __init__(
         self,
@@ -40,16 +40,16 @@ class ApiError(RequestError):
 
     @property
     def encoded(self) -> bytes:
-        return spelled(self.body)
+        return encoded_error(self.body)
 
 
-def spelled(body: Mapping[str, Any]) -> bytes:
-    """What an error is answered with, as JSON."""
+def encoded_error(body: Mapping[str, Any]) -> bytes:
+    """The body of an error answer, as JSON."""
     return json.dumps(body).encode("ascii")
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """The same refusal as Anthropic's clients read it."""
+    """The error object that Anthropic's clients read."""
     kinds = {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
     kind = kinds.get(error.status) or _TYPES.get(error.status)
     kind = kind or ("api_error" if error.status >= 500 else "invalid_request_error")
@@ -57,18 +57,18 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The commonest refusal: a field that cannot be used."""
+    """400: a field that cannot be used."""
     return ApiError(400, message, param=param, code=code)
 
 
 def no_model(name: str, names: Iterable[str]) -> ApiError:
-    """`names`: those that there are."""
+    """404: `names` are the models that there are."""
     what = f"The model {name[:200]!r} does not exist here. This server has {', '.join(map(repr, names))}."
     return ApiError(404, what, param="model", code="model_not_found")
 
 
 def busy(message: str, retry_after_s: int) -> ApiError:
-    """A refusal that is not the request's fault; clients try again by themselves."""
+    """429: the request itself is valid, and clients retry it by themselves."""
     headers = {"retry-after": str(retry_after_s)}
     return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 

@@ -1,7 +1,6 @@
-"""The first and the last to see a request: who asks, under which name, and how it ended.
+"""The middleware around all routes: request ids, API keys, the host check, metrics, the log line and error answers.
 
-Owns what holds for every route: the identity of a request, API keys, the host check, counting, the log line, and the
-answer to what went wrong. Whatever a route raises ends here; the server lives on.
+What a route raises ends here as an error answer; the server goes on.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from typing import Final
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stowage.server.api_errors import ApiError, anthropic_body, bad, encoded_error, internal
 from stowage.server.auth import ApiKeys, Tenant
 from stowage.server.counts import CLIENT_LEFT, MESSAGES, Counts
-from stowage.server.refusal import ApiError, anthropic_body, bad, internal, spelled
-from stowage.server.stream import ClientLeft, Events, send_json
+from stowage.server.stream import ClientDisconnected, EventStream, send_json
 
 logger = logging.getLogger("stowage.server")
 OPEN_TO_ALL: Final = "/health"
 PAGE: Final = "/"
 STATE: Final = "/v1/stowage/state"
 FOR_BROWSERS: Final = (PAGE, STATE)
-"""Where a key may come as the password of HTTP Basic. A browser sends that by itself, also when a page of somebody else
-asks it to; so these routes change nothing, and let no other page read what they answer.
+"""Routes that accept a key as the password of HTTP Basic. A browser sends that by itself, even for a request that a
+page of another origin makes; so these routes change nothing, and let no other origin read their answers.
 """
-VISIT: Final = "stowage.visit"
+CONTEXT: Final = "stowage.visit"
 
 
 @dataclass(slots=True)
-class Visit:
-    """One request on its way: what routes need to know of it, and note about it."""
+class RequestContext:
+    """What the middleware tells routes about one request, and what they record about it."""
 
     route: str
     id: str
@@ -45,17 +44,17 @@ class Visit:
     peer: str = ""
     """The client's address."""
     status: int = 0
-    events: Events | None = None
-    """The stream of the answer, where it is one and has begun."""
+    events: EventStream | None = None
+    """The answer's event stream, once it has begun."""
     first_token_s: float | None = None
     error: int = 0
-    """The status of the error that it ended with, also where a stream had begun; 0: none."""
-    at_end: Callable[[], None] | None = None
-    """Called when all of this is known."""
+    """The status of the error that the request ended with, also where a stream had begun; 0: none."""
+    on_end: Callable[[], None] | None = None
+    """Called after the request has ended."""
 
     @property
     def client(self) -> str:
-        """Who asks, as far as that is known: a key, or else an address."""
+        """Identifies the client for fair queueing: its key, or else its address."""
         return self.tenant.secret.hex() or self.peer
 
     @property
@@ -63,7 +62,7 @@ class Visit:
         return time.monotonic() - self.began_s
 
 
-class Front:
+class Middleware:
     """An ASGI application around another."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, counts: Counts, routes: Sequence[str], host: str | None) -> None:
@@ -77,53 +76,53 @@ class Front:
         assert scope["type"] == "http", "neither websockets nor lifespan are switched on"
         scope["app"] = self  # so that the router raises what it refuses
         identity = "req-" + secrets.token_hex(12)
-        visit = scope[VISIT] = Visit(
+        context = scope[CONTEXT] = RequestContext(
             self._route(scope["path"]), identity, Tenant(), time.monotonic(), (scope["client"] or ("",))[0]
         )
 
         async def note(message: Message) -> None:
             if message["type"] == "http.response.start":
-                visit.status = message["status"]
+                context.status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
             await send(message)
 
         try:
-            await self._enter(scope, receive, note, visit)
+            await self._enter(scope, receive, note, context)
         finally:
-            self._counts.request(visit.route, visit.status or CLIENT_LEFT, visit.seconds)
-            self._log(scope["method"], visit)
-            if visit.at_end is not None:
-                visit.at_end()
+            self._counts.request(context.route, context.status or CLIENT_LEFT, context.seconds)
+            self._log(scope["method"], context)
+            if context.on_end is not None:
+                context.on_end()
 
-    async def _enter(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
+    async def _enter(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
         try:
             headers = dict(scope["headers"])
-            if visit.route != OPEN_TO_ALL:
+            if context.route != OPEN_TO_ALL:
                 self._check_host(headers.get(b"host"))
                 if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
                     raise bad("The header 'authorization' was given more than once: send one key.", code="invalid_http")
                 given = headers.get(b"authorization")
                 if given is None and b"x-api-key" in headers:  # as Anthropic's clients send it
                     given = b"Bearer " + headers[b"x-api-key"]
-                visit.tenant = self._who(given, visit.route, scope["method"])
+                context.tenant = self._who(given, context.route, scope["method"])
             await self._app(scope, receive, send)
         except ApiError as error:
-            await self._answer(send, visit, error)
+            await self._answer(send, context, error)
         except HTTPException as error:
-            await self._answer(send, visit, self._refusal(error, scope))
-        except ClientLeft:
-            visit.status = visit.error = CLIENT_LEFT
+            await self._answer(send, context, self._refusal(error, scope))
+        except ClientDisconnected:
+            context.status = context.error = CLIENT_LEFT
         except Exception:  # the request's outermost frame: a bug; its client is told, the server lives on
             logger.exception("a request failed", extra={"stowage_event": "fault"})
-            await self._answer(send, visit, internal())
+            await self._answer(send, context, internal())
 
-    async def _answer(self, send: Send, visit: Visit, error: ApiError) -> None:
-        visit.error = error.status
-        if visit.events is not None:
-            await visit.events.fail(error)
-        elif not visit.status:
-            body = anthropic_body(error) if visit.route.startswith(MESSAGES) else error.body
-            await send_json(send, error.status, spelled(body), error.headers)
+    async def _answer(self, send: Send, context: RequestContext, error: ApiError) -> None:
+        context.error = error.status
+        if context.events is not None:
+            await context.events.fail(error)
+        elif not context.status:
+            body = anthropic_body(error) if context.route.startswith(MESSAGES) else error.body
+            await send_json(send, error.status, encoded_error(body), error.headers)
 
     def _who(self, authorization: bytes | None, route: str, method: str) -> Tenant:
         tenant = self._keys.tenant(authorization, basic=route in FOR_BROWSERS and method in ("GET", "HEAD"))
@@ -131,15 +130,15 @@ class Front:
             what = "Incorrect API key provided." if authorization else "You did not provide an API key."
             how = "Send it in the header 'authorization: Bearer KEY'."
             challenge = "Bearer"
-            if route == PAGE:  # only where somebody looks at it may a browser ask them for a password
+            if route == PAGE:  # only for the page itself may a browser ask its user for a password
                 how = "In a browser: any user name, and the key as the password."
                 challenge = 'Basic realm="Stowage: an API key as the password", charset="UTF-8"'
             raise ApiError(401, f"{what} {how}", code="invalid_api_key", headers={"www-authenticate": challenge})
         return tenant
 
     def _check_host(self, host: bytes | None) -> None:
-        """Without keys, a web page must not reach the server under a name of its own that it lets point to this machine
-        (DNS rebinding): then only addresses, `localhost` and the name that the server listens under are served.
+        """Protects a server without keys from DNS rebinding, where a web page's own host name resolves to this machine:
+        only addresses, `localhost` and the name that the server listens under are served.
         """
         if len(self._keys) or host is None or self._host is None:
             return
@@ -160,7 +159,7 @@ class Front:
         return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
 
     def _refusal(self, error: HTTPException, scope: Scope) -> ApiError:
-        """What the router itself refuses: no such route, no such method."""
+        """The router's own errors: no such route, no such method."""
         path, what = scope["path"], error.detail
         if error.status_code == 404:
             near = difflib.get_close_matches("/v1" + path.removeprefix("/v1")[:80], self._routes, n=1, cutoff=0.75)
@@ -171,14 +170,14 @@ class Front:
             what = f"{path[:80]} is asked with {methods}, not with {scope['method']}."
         return ApiError(error.status_code, what, headers=error.headers)
 
-    def _log(self, method: str, visit: Visit) -> None:
-        """Neither prompts nor keys, nor what a client wrote in its path. A dashboard asks every second: no news."""
+    def _log(self, method: str, context: RequestContext) -> None:
+        """Logs no prompts, keys or client's paths. The dashboard's requests, one a second, are debug lines."""
         known = method if method in ("GET", "HEAD", "POST") else "other"
-        fields = {"method": known, "route": visit.route, "status": visit.status or CLIENT_LEFT, "id": visit.id}
-        fields["seconds"] = round(visit.seconds, 3)
+        fields = {"method": known, "route": context.route, "status": context.status or CLIENT_LEFT, "id": context.id}
+        fields["seconds"] = round(context.seconds, 3)
         told = " ".join(f"{name}={value}" for name, value in fields.items())
         extra = {"stowage_event": "request", "stowage_text": "a request has ended", "stowage_fields": fields}
-        level = logging.DEBUG if visit.route == STATE and visit.status == 200 else logging.INFO
+        level = logging.DEBUG if context.route == STATE and context.status == 200 else logging.INFO
         logger.log(level, "a request has ended (%s)", told, extra=extra)
 
 
