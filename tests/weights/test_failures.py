@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import stowage
 from stowage import Memory, SamplingParams
+from stowage.models import loading
 from stowage.testing import tiny_models
-from tests.weights import gguf_files
+from tests.weights import gguf_files, published_files
 from tests.weights.conftest import bytes_of, logits, prompt
+from tests.weights.test_published import CHANNELS
 
 GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
@@ -130,6 +133,19 @@ def test_a_model_in_memory_that_came_of_gguf_is_told_its_file(tmp_path: Path) ->
             stowage.offload(model, weights="*=stream")
     with pytest.raises(stowage.UnsupportedModelError, match="Give its checkpoint's directory instead of the model"):
         stowage.offload(made, weights="*=stream")
+
+
+@pytest.mark.parametrize("method", [CHANNELS, {"quant_method": "fbgemm_fp8"}, {"quant_method": "fp8"}])
+def test_experts_stacked_in_fp8_are_refused(method: Mapping[str, Any], tmp_path: Path) -> None:
+    """As Meta publishes Llama 4. Transformers takes the codes for numbers where the method is fp8."""
+    path = tiny_models.write("llama4", tmp_path / "model", published_files.SIZE, dtype="bfloat16")
+    state = load_file(path / "model.safetensors")
+    for name in [name for name, values in state.items() if values.dim() == 3]:
+        state[f"{name}_scale"] = state[name].float().abs().amax(1, keepdim=True) / 448
+        state[name] = (state[name].float() / state[f"{name}_scale"]).to(torch.float8_e4m3fn)
+    published_files.rewrite(path, state, quantization_config=dict(method))
+    with pytest.raises(stowage.UnsupportedModelError, match=r"experts.\w+ is experts stacked in FP8, .* GGUF file"):
+        loading.load(path)
 
 
 def test_models_that_cannot_be_moved_are_refused(tmp_path: Path) -> None:

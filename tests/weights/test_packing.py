@@ -25,7 +25,9 @@ from stowage.testing import tiny_models
 from stowage.weights.checkpoint import stored_in
 from stowage.weights.quantized import modules
 from tests.nursery import QUICKLY
+from tests.weights import published_files as files
 from tests.weights.conftest import logits, prompt
+from tests.weights.test_published import words
 
 
 def test_what_cannot_be_packed_is_refused_with_the_way_out(
@@ -46,12 +48,14 @@ def test_what_cannot_be_packed_is_refused_with_the_way_out(
     pickled = changed("pickled")
     (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
     quantised = changed("quantised", quantization_config={"quant_method": "fp8"})
+    published = str(files.write("llama", tmp_path / "gptq", *words("gptq", 32))[0])
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
     cases: list[tuple[str, str, int, type[Exception], str]] = [
         (str(gguf), "int8", 64, UnsupportedModelError, "pack the Hugging Face checkpoint"),
         (str(packs("llama")), "int8", 64, UnsupportedModelError, "packed already"),
         (quantised, "int8", 64, UnsupportedModelError, r"quantised already \(fp8\)"),
+        (published, "int8", 64, UnsupportedModelError, r"quantised already \(gptq\).*run it as it is"),
         (str(tmp_path / "gpt2"), "int8", 64, UnsupportedModelError, "no linear layers"),
         (pickled, "int8", 64, CheckpointError, "pickle"),
         (str(llama), "int3", 64, ConfigError, "int8, int4"),
@@ -62,6 +66,9 @@ def test_what_cannot_be_packed_is_refused_with_the_way_out(
             packing.pack(model, out, form, group)
         assert not out.exists()
         assert not out.with_name("out.part").exists()
+    with pytest.raises(UnsupportedModelError, match=r"quantised already \(gptq\).*run it as it is"):
+        packing.pack_lossless(published, out)
+    assert not out.with_name("out.part").exists()
     out.mkdir()
     with pytest.raises(ConfigError, match="nothing is overwritten"):
         packing.pack(str(llama), out, "int8")

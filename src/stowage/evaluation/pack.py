@@ -182,7 +182,14 @@ def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what
         )
     source = _checkpoint(model)
     files = check_files(source)
-    layout.refuse_unsupported(part_of(source).config)
+    config = part_of(source).config
+    layout.refuse_unsupported(config)
+    method = _quantised_as(config)
+    if method:
+        raise UnsupportedModelError(
+            f"{source} is quantised already ({method}), and is computed from as its bytes lie, so they are not packed "
+            "once more: run it as it is."
+        )
     from stowage.weights.lossless import writer
 
     with _part(directory) as part:
@@ -207,16 +214,23 @@ def _refuse_quantized(source: Path, config: Any, files: Sequence[Path]) -> None:
 
     if marked(config):
         raise UnsupportedModelError(f"{source} is packed already: give the checkpoint that it was made from.")
+    method = _quantised_as(config)
+    if method:
+        raise UnsupportedModelError(
+            f"{source} is quantised already ({method}), and packing it again would lose twice: run it as it is, or "
+            "give the original, with weights of 16 or 32 bits."
+        )
     refuse_unsaid(source, files)
-    text = config.get_text_config()
-    for part in (config, text):
+
+
+def _quantised_as(config: Any) -> str:
+    """By which method others have quantised the checkpoint of ``config``; empty where it was not."""
+    for part in (config, config.get_text_config()):
         stated = getattr(part, "quantization_config", None)
-        if stated is not None:
-            method = stated.get("quant_method", "unknown") if isinstance(stated, dict) else type(stated).__name__
-            raise UnsupportedModelError(
-                f"{source} is quantised already ({method}), and packing it again would lose twice: give the original, "
-                "with weights of 16 or 32 bits."
-            )
+        if stated is not None and not marked(part):
+            method = stated.get("quant_method") if isinstance(stated, dict) else type(stated).__name__
+            return str(method or "unknown")[:40]
+    return ""
 
 
 def _checkpoint(model: str) -> Path:

@@ -30,6 +30,7 @@ __all__ = ["dtype_of", "expandable", "finish", "meta_model", "plan_of", "refuse_
 
 _AS_NUMBERS: Final = "kv_b_proj"
 """Of latent attention: its weight itself is computed with at every step, so it is read once."""
+_FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _QUANTISED: Final = re.compile(r".+(?:\.weight_scale(?:_inv)?|\.weight_packed|\.qweight|_proj_blocks)")
 """Names that tools give to what makes numbers of codes, or to codes."""
 
@@ -121,11 +122,15 @@ def refuse_unsaid(directory: Path, files: Sequence[Path]) -> None:
 
 def expandable(files: Sequence[Path], method: Method) -> bool:
     """Whether Transformers alone makes plain numbers of such a checkpoint, and the right ones: of FP8 it takes blocks
-    for equal parts of a matrix, so that those of a matrix with a cut last block would be others.
+    for equal parts of a matrix, so that those of a matrix with a cut last block would be others, and codes with scales
+    of another name for numbers.
     """
     if method.name != "fp8":
         return method.name == "mxfp4"
     stored = {one.name: one for path in files for one in stored_in(path)}
+    codes = {name: one for name, one in stored.items() if one.dtype in _FP8}
+    if any(len(one.shape) != 2 or f"{name}_scale_inv" not in stored for name, one in codes.items()):
+        return False
     for name, scales in stored.items():
         whole = stored.get(name.removesuffix("_scale_inv")) if name.endswith("_scale_inv") else None
         if whole is not None and any(
@@ -229,8 +234,12 @@ class _Reading:
         found = self.matrices.get(sources.single)
         if found.shape != shape:
             raise odd(path, found, shape)
-        if found.dtype.is_floating_point and found.dtype.itemsize == 1:
-            raise UnsupportedModelError(f"{path} is of the type {found.dtype}, and no matrix.")
+        if found.dtype in _FP8:
+            what = "experts stacked in FP8, as Meta publishes Llama 4" if len(shape) == 3 else "of FP8, and no matrix"
+            raise UnsupportedModelError(
+                f"{found.name} is {what}, which is not read: FP8 is of matrices, experts one by one. Give a checkpoint "
+                "of the model that llm-compressor wrote, a GGUF file, or the original."
+            )
         return found.read() if self.read else torch.empty(shape, dtype=kind, device="meta")
 
     def _stack(self, path: str, name: str, shape: tuple[int, ...], transposed: bool) -> Kept:
