@@ -10,8 +10,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.lora.request import LoRARequest
+
 from stowage.core.geometry import Group, Kind
 from stowage.plugins import vllm as plugin
+from stowage.plugins.vllm.adapter import hashes_media
 from stowage.plugins.vllm.namespace import Namespaces
 from stowage.plugins.vllm.requests import Tracked
 
@@ -24,25 +27,25 @@ def request(tokens: int = 100, **more: Any) -> Any:
     return SimpleNamespace(all_token_ids=list(range(tokens)), **{**fields, **more})
 
 
-def adapter(directory: Path, weights: bytes, name: str = "adapter") -> Any:
-    directory.mkdir()
+def adapter(directory: Path, weights: bytes, number: int = 1, *, load_inplace: bool = False) -> Any:
+    directory.mkdir(exist_ok=True)
     (directory / "adapter_config.json").write_text('{"r": 8}', encoding="utf-8")
     (directory / "adapter_model.safetensors").write_bytes(weights)
-    return SimpleNamespace(lora_name=name, lora_path=str(directory))
+    return LoRARequest("adapter", number, str(directory), load_inplace=load_inplace)
 
 
 def test_adapters_are_named_by_the_content_of_their_files(tmp_path: Path) -> None:
     """Not by their name or place: the same files elsewhere share, another training under the same name does not."""
     names = Namespaces(ENGINE)
     first = names.of(request(lora_request=adapter(tmp_path / "one", b"1" * 5000)))
-    moved = names.of(request(lora_request=adapter(tmp_path / "two", b"1" * 5000, "renamed")))
-    other = names.of(request(lora_request=adapter(tmp_path / "three", b"2" * 5000)))
+    moved = names.of(request(lora_request=adapter(tmp_path / "two", b"1" * 5000, 2)))
+    other = names.of(request(lora_request=adapter(tmp_path / "three", b"2" * 5000, 3)))
     assert first == moved
     assert len({first, other, names.of(request()), ENGINE}) == 3 and names.of(request()) == ENGINE
 
 
 def test_an_adapter_without_files_is_nobody_elses(tmp_path: Path) -> None:
-    lora = SimpleNamespace(lora_name="hub/adapter", lora_path=str(tmp_path / "no-such"))
+    lora = LoRARequest("hub/adapter", 1, str(tmp_path / "no-such"))
     one, other = Namespaces(ENGINE), Namespaces(ENGINE)
     assert one.of(request(lora_request=lora)) == one.of(request(lora_request=lora))
     assert one.of(request(lora_request=lora)) != other.of(request(lora_request=lora))
@@ -68,21 +71,75 @@ def test_after_a_renewal_nothing_has_its_old_name(tmp_path: Path) -> None:
     assert not before & {names.of(one) for one in asked}
 
 
-def keys(*features: tuple[int, str]) -> list[bytes]:
+def keys(names: Namespaces, *features: tuple[int, str]) -> list[bytes]:
     media = [SimpleNamespace(mm_position=SimpleNamespace(offset=at), identifier=name) for at, name in features]
-    tracked = Tracked(request(mm_features=media), ENGINE, GROUPS)
+    tracked = Tracked(request(mm_features=media), names, GROUPS)
     tracked.extend_keys(100)
     return list(tracked.keys.of(0))
 
 
-def test_media_are_in_the_names_of_the_chunks_from_where_they_stand() -> None:
+@pytest.mark.parametrize("names", [("cat", "dog"), ("c" * 64, "d" * 64), ("lora:" + "c" * 128, "lora:" + "d" * 128)])
+def test_media_are_in_the_names_of_the_chunks_from_where_they_stand(names: tuple[str, str]) -> None:
     """Their placeholders are the same tokens, whatever they show."""
-    cat, dog, none = keys((40, "cat")), keys((40, "dog")), keys()
+    engine = Namespaces(ENGINE)
+    cat, dog, none = keys(engine, (40, names[0])), keys(engine, (40, names[1])), keys(engine)
     assert len(cat) == 3, "chunks of 32 tokens"
-    assert cat == keys((40, "cat"))
+    assert cat == keys(engine, (40, names[0]))
     assert cat[0] == dog[0] == none[0]
     for later in (1, 2):
         assert len({cat[later], dog[later], none[later]}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "hashes_media", "shared"),
+    [
+        ("c" * 64, True, True),
+        ("lora:" + "c" * 64, True, True),
+        ("renderer0-mm-0-image-0", True, False),
+        ("holiday.jpg", True, False),
+        ("c" * 64, False, False),
+    ],
+)
+def test_media_that_are_not_named_by_their_content_are_one_engines_own(
+    name: str, hashes_media: bool, shared: bool
+) -> None:
+    """Another one counts from 0 too, and its clients call other pictures so."""
+    engines = [Namespaces(ENGINE, hashes_media=hashes_media) for _ in range(2)]
+    one, other = (keys(engine, (40, name)) for engine in engines)
+    assert one[0] == other[0] and (one[1] == other[1]) is shared
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "cache_gb", "hashes"),
+    [(True, 0, True), (False, 4, True), (False, 0, False), (False, None, True)],
+)
+def test_where_vllm_keeps_no_media_it_counts_them(prefix_caching: bool, cache_gb: int | None, hashes: bool) -> None:
+    media = None if cache_gb is None else SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=media),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+    )
+    assert hashes_media(config) is hashes
+
+
+def test_an_adapter_that_is_trained_on_where_it_lies(tmp_path: Path) -> None:
+    """Loaded again, under another number or in place, it has its new name. Else nobody knows what is computed with."""
+    names = Namespaces(ENGINE)
+    first = names.of(request(lora_request=adapter(tmp_path / "one", b"1" * 5000)))
+    changed = adapter(tmp_path / "one", b"2" * 5000)
+    with pytest.raises(ValueError, match=r"have changed since the adapter was loaded.*a new path"):
+        names.of(request(lora_request=changed))
+    fresh = Namespaces(ENGINE).of(request(lora_request=changed))
+    again = adapter(tmp_path / "one", b"2" * 5000, 2)
+    in_place = adapter(tmp_path / "one", b"2" * 5000, load_inplace=True)
+    assert names.of(request(lora_request=again)) == fresh != first
+    assert names.of(request(lora_request=in_place)) == fresh
+
+
+def test_files_that_are_copied_over_themselves_have_not_changed(tmp_path: Path) -> None:
+    names = Namespaces(ENGINE)
+    first = names.of(request(lora_request=adapter(tmp_path / "one", b"1" * 5000)))
+    assert names.of(request(lora_request=adapter(tmp_path / "one", b"1" * 5000))) == first
 
 
 def test_registering_twice_is_registering_once() -> None:

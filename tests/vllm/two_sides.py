@@ -45,7 +45,10 @@ class Machine:
         self, shapes: list[GroupShape], host: str = "4MiB", speculative_config: Any = None, **extra: Any
     ) -> None:
         config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=2048), speculative_config=speculative_config
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+            speculative_config=speculative_config,
+            model_config=SimpleNamespace(),
+            cache_config=SimpleNamespace(enable_prefix_caching=True),
         )
         self.scheduler = SchedulerSide(config, shapes, settings.read({"host_memory": host, **extra}))
         self.gone = 0

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from blake3 import blake3
 
 from stowage.core.gather import attributes, rows
 from stowage.core.geometry import NULL_BLOCK, IntArray, Kind
@@ -22,6 +21,7 @@ __all__ = [
     "NULL",
     "Drafts",
     "GroupShape",
+    "Lora",
     "StepBlocks",
     "adapter_of",
     "boundary_states",
@@ -30,6 +30,7 @@ __all__ = [
     "drafts_of",
     "group_shapes",
     "hash_tokens",
+    "hashes_media",
     "media_of",
     "parts_of_blocks",
     "rank_of_worker",
@@ -298,12 +299,15 @@ def boundary_states(scheduled: Any) -> Mapping[str, Sequence[tuple[int, int, int
 # A request
 
 
-def media_of(request: Any) -> list[tuple[int, bytes]]:
-    """Where images and the like begin in the prompt, and what they are."""
-    return [
-        (feature.mm_position.offset, blake3(feature.identifier.encode()).digest())
-        for feature in request.mm_features or ()
-    ]
+def media_of(request: Any) -> list[tuple[int, str]]:
+    """Where images and the like begin in the prompt, and what vLLM calls them."""
+    return [(feature.mm_position.offset, feature.identifier) for feature in request.mm_features or ()]
+
+
+def hashes_media(config: Any) -> bool:
+    """Whether vLLM names media by what they hold. Where it keeps none of them it counts them, in each engine anew."""
+    media = getattr(config.model_config, "multimodal_config", None)
+    return bool(config.cache_config.enable_prefix_caching or getattr(media, "mm_processor_cache_gb", 1))
 
 
 def tokens_of(request: Any) -> Sequence[int]:
@@ -325,7 +329,20 @@ def stop_at(request: Any, boundary: int) -> None:
         request.shared_prefix_boundary = boundary
 
 
-def adapter_of(request: Any) -> tuple[str, Path] | None:
-    """Name and directory of the request's LoRA adapter."""
+def adapter_of(request: Any) -> Lora | None:
+    """The request's LoRA adapter."""
     lora = request.lora_request
-    return None if lora is None else (lora.lora_name, Path(lora.lora_path))
+    if lora is None:
+        return None
+    return Lora(lora.lora_int_id, Path(lora.lora_path), bool(getattr(lora, "load_inplace", False)))
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """An adapter: the number under which workers keep it, and the files that they read when they have none of that
+    number, or each time (``again``).
+    """
+
+    number: int
+    directory: Path
+    again: bool

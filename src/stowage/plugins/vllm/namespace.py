@@ -10,9 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from blake3 import blake3
 
 from stowage.core.geometry import Group
 from stowage.core.key import Field, namespace, tenant_namespace
@@ -27,6 +31,9 @@ FORMAT = 2
 """How chunks are laid out; raised whenever the same tokens come to other bytes."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json", "*.py")
 _NOT_WEIGHTS = ("tokenizer*.json", "generation_config.json", "special_tokens_map.json", "*.index.json")
+
+_DIGEST: Final = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
+"""What vLLM calls media by their content, with an adapter's name before it where that matters."""
 
 logger = logging.getLogger("stowage.vllm")
 
@@ -143,27 +150,66 @@ def _private(why: str) -> str:
 
 
 class Namespaces:
-    """The namespace of each request: the engine's, its adapter's, its tenant's. ``renew`` makes all that is stored
-    unreachable, for weights that were changed in place.
+    """The namespace of each request, the engine's, its adapter's, its tenant's; and the names of its media. ``renew``
+    makes all that is stored unreachable, for weights that were changed in place.
+
+    ``hashes_media``: whether vLLM names media by what they hold.
     """
 
-    def __init__(self, engine: bytes) -> None:
-        self._engine = engine
-        self._adapters: dict[tuple[str, Path], bytes] = {}
+    def __init__(self, engine: bytes, *, hashes_media: bool = True) -> None:
+        self._engine, self._hashes_media = engine, hashes_media
+        self._own = os.urandom(16)
+        self._adapters: dict[tuple[int, Path], _Adapter] = {}
 
     def of(self, request: Any) -> bytes:
-        """Raises ``OSError`` when the adapter's files cannot be read."""
+        """Raises ``OSError`` when the adapter's files cannot be read, ``ValueError`` when they are not those that the
+        workers have.
+        """
         name = self._engine
         lora = adapter.adapter_of(request)
         if lora is not None:
-            if lora not in self._adapters:
-                files = weight_files(lora[1])
-                digest = identity.of_checkpoint(lora[1], files) if files else f"private:{os.urandom(16).hex()}"
-                self._adapters[lora] = namespace({"engine": self._engine, "adapter": digest})
-            name = self._adapters[lora]
+            name = namespace({"engine": self._engine, "adapter": self._adapter(lora)})
         return tenant_namespace(name, request.cache_salt) if request.cache_salt else name
+
+    def media_of(self, request: Any) -> list[tuple[int, bytes]]:
+        """Where images and the like begin in the prompt, and what they are. One that is not named by what it holds, but
+        by a count or by a client, is the same in this engine alone.
+        """
+        found = []
+        for offset, name in adapter.media_of(request):
+            by_content = self._hashes_media and _DIGEST.fullmatch(name)
+            found.append((offset, blake3((b"" if by_content else self._own) + name.encode()).digest()))
+        return found
+
+    def _adapter(self, lora: adapter.Lora) -> str:
+        """What an adapter's files hold, and held when it was seen first: workers read them once, unless they are told
+        to again, so of files that have changed meanwhile nobody knows whether they are what is computed with.
+        """
+        known, files = self._adapters.get((lora.number, lora.directory)), weight_files(lora.directory)
+        stats = [(path, *_times(path)) for path in files]
+        if known is not None and known.stats == stats:
+            return known.digest
+        digest = identity.of_checkpoint(lora.directory, files) if files else f"private:{os.urandom(16).hex()}"
+        if known is not None and known.digest != digest and not lora.again:
+            raise ValueError(
+                f"the files in {lora.directory} have changed since the adapter was loaded from there. Load what has "
+                "changed from a new path, or restart the server."
+            )
+        self._adapters[lora.number, lora.directory] = _Adapter(stats, digest)
+        return digest
 
     def renew(self) -> None:
         """From now on nothing that was stored is found."""
         self._engine = namespace({"engine": self._engine, "weights": os.urandom(16)})
         self._adapters.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    stats: list[tuple[Any, ...]]
+    digest: str
+
+
+def _times(path: Path) -> tuple[int, ...]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -24,6 +24,7 @@ from stowage.core.key import SequenceKeys
 from stowage.core.prefix_search import Certain
 from stowage.core.retention import Learner, Retention
 from stowage.plugins.vllm import adapter
+from stowage.plugins.vllm.namespace import Namespaces
 
 __all__ = ["Phase", "Prefixes", "Tracked"]
 
@@ -46,17 +47,17 @@ class Tracked:
     again. ``tainted``: its blocks were computed before the weights changed, and are not stored. ``junction``: where it
     parts from what is stored, as full attention sees it. ``plan``: the prefix that is fetched, beyond ``held`` tokens
     that the device had. ``drafts``: of the engine's speculative decoding. ``watched_at``: see ``due``. ``retention``:
-    which of its windows and states are stored; ``None``: those that are of every prompt.
+    which of its windows and states are stored; ``None``: those that are of every prompt. Raises what ``names`` does.
     """
 
     def __init__(
-        self, request: Any, namespace: bytes, groups: Sequence[Group], drafts: adapter.Drafts | None = None
+        self, request: Any, names: Namespaces, groups: Sequence[Group], drafts: adapter.Drafts | None = None
     ) -> None:
         self.request = request
         self.name: str = request.request_id
         self.drafts = drafts
         self._lookahead = drafts.lookahead if drafts is not None else 0
-        self.keys = SequenceKeys(namespace, groups, self._lookahead)
+        self.keys = SequenceKeys(names.of(request), groups, self._lookahead)
         self.phase = Phase.NEW
         self._chunk_tokens = {group.chunk_tokens for group in groups}
         self.begin_at(0)
@@ -70,7 +71,7 @@ class Tracked:
         self.prefix = PrefixRequest()
         self.plan: PrefixPlan | None = None
         self.retention: Retention | None = None
-        self._media = adapter.media_of(request)
+        self._media = names.media_of(request)
 
     @property
     def settled_tokens(self) -> int:

@@ -107,7 +107,7 @@ class SchedulerSide:
         store = open_store(layout, memory, name, spacing, time.monotonic, shared=True, common_slots=sparse, lease=lease)
         assert store is not None, "host was checked"
         self._store = store
-        self._namespaces = namespace.Namespaces(name)
+        self._namespaces = namespace.Namespaces(name, hashes_media=adapter.hashes_media(self._config))
         self._cost_model = CostModel(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
         self._prefixes = Prefixes(store, self._cost_model, self._strategies, kept, memory.lookup_timeout_s)
         part = "" if lease is None else str(lease.path)
@@ -149,11 +149,11 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None and not adapter.uses_embeddings(request):
             try:
-                name = self._namespaces.of(request)
+                tracked = Tracked(request, self._namespaces, self._groups, self._drafts)
             except (OSError, ValueError) as error:  # an adapter that cannot be read; a salt that is no text
                 self._complain("request_unnamed", "a request's prefix cannot be named: it is not kept", error)
                 return None
-            tracked = self._tracked[request.request_id] = Tracked(request, name, self._groups, self._drafts)
+            self._tracked[request.request_id] = tracked
         return tracked
 
     def matched(self, request: Any, held: int) -> tuple[int | None, bool]:
@@ -361,7 +361,7 @@ class SchedulerSide:
             self._namespaces.renew()
             for request_id, tracked in list(self._tracked.items()):
                 self._prefixes.give_back(tracked)
-                fresh = Tracked(tracked.request, self._namespaces.of(tracked.request), self._groups, self._drafts)
+                fresh = Tracked(tracked.request, self._namespaces, self._groups, self._drafts)
                 fresh.counted, fresh.preemptions, fresh.tainted = True, tracked.preemptions, True
                 self._tracked[request_id] = fresh
             self._store.drop_host()
