@@ -150,7 +150,7 @@ def test_what_is_measured_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, value in {"_OUT": 64, "_IN": 32, "_UNIT_BYTES": 1 << 14, "_ROUNDS": 1}.items():
         monkeypatch.setattr(weight_speeds, name, value)
     for name, value in {
-        "_OUTPUTS": {(1, 8): 128, (128,): 128},
+        "_OUTPUTS": dict.fromkeys(format_speed.ROWS, 128),
         "_BYTES": 2 << 20,
         "_PASS_S": 0.0,
         "_ROUNDS": 2,

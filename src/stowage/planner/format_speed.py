@@ -31,10 +31,9 @@ from stowage.weights.quantized.i_quants import I_QUANTS, is_readable
 
 __all__ = ["is_ours", "measure", "notes", "with_int8"]
 
-FEW, MANY = (1, 8), (128,)
-ROWS: Final = (*FEW, *MANY)
-_OUTPUTS = {FEW: 16384, MANY: 4096}
-"""Of matrices of the usual width: so many that handing work to threads takes no time beside few rows."""
+_OUTPUTS = {1: 16384, 8: 8192, 128: 2048}
+"""Of matrices of the usual width, by rows: so many that handing work to threads takes no time beside few rows."""
+ROWS: Final = tuple(_OUTPUTS)
 _BYTES = 128 << 20
 _PASS_S = 0.004
 _ROUNDS = 4
@@ -54,18 +53,17 @@ def measure(dtype: torch.dtype) -> tuple[Times, Times]:
     narrow: Times = {plain_name: {}}
     with contextlib.closing(anonymous(_BYTES)) as plain_memory, contextlib.closing(anonymous(_BYTES)) as memory:
         filled = [_filled(each) for each in (plain_memory, memory)]
-        for many, outputs in _OUTPUTS.items():
+        for rows, outputs in _OUTPUTS.items():
             shapes = ((outputs, USUAL_WIDTH), (outputs * USUAL_WIDTH // NARROW_WIDTH, NARROW_WIDTH))
             plain = [list(filled[0].view(dtype).view(-1, *shape)) for shape in shapes]
             for name in (plain_name, *_names()):
                 matrices = (
                     plain if name == plain_name else [_matrices(name, filled[1], *shape, dtype) for shape in shapes]
                 )
-                for rows in many:
-                    for way, (wide_times, narrow_times) in _times(name, plain, matrices, rows).items():
-                        narrow.setdefault(way, {})[rows] = narrow_times
-                        if name != plain_name:
-                            usual.setdefault(way, {})[rows] = wide_times
+                for way, (wide_times, narrow_times) in _times(name, plain, matrices, rows).items():
+                    narrow.setdefault(way, {})[rows] = narrow_times
+                    if name != plain_name:
+                        usual.setdefault(way, {})[rows] = wide_times
                 del matrices
             del plain
         del filled
