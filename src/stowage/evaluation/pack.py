@@ -184,12 +184,7 @@ def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what
     files = check_files(source)
     config = part_of(source).config
     layout.refuse_unsupported(config)
-    method = _quantised_as(config)
-    if method:
-        raise UnsupportedModelError(
-            f"{source} is quantised already ({method}), and is computed from as its bytes lie, so they are not packed "
-            "once more: run it as it is."
-        )
+    _refuse_quantised_by_others(source, config)
     from stowage.weights.lossless import writer
 
     with _part(directory) as part:
@@ -214,23 +209,19 @@ def _refuse_quantized(source: Path, config: Any, files: Sequence[Path]) -> None:
 
     if marked(config):
         raise UnsupportedModelError(f"{source} is packed already: give the checkpoint that it was made from.")
-    method = _quantised_as(config)
-    if method:
-        raise UnsupportedModelError(
-            f"{source} is quantised already ({method}), and packing it again would lose twice: run it as it is, or "
-            "give the original, with weights of 16 or 32 bits."
-        )
+    _refuse_quantised_by_others(source, config)
     refuse_unsaid(source, files)
 
 
-def _quantised_as(config: Any) -> str:
-    """By which method others have quantised the checkpoint of ``config``; empty where it was not."""
+def _refuse_quantised_by_others(source: Path, config: Any) -> None:
     for part in (config, config.get_text_config()):
         stated = getattr(part, "quantization_config", None)
         if stated is not None and not marked(part):
-            method = stated.get("quant_method") if isinstance(stated, dict) else type(stated).__name__
-            return str(method or "unknown")[:40]
-    return ""
+            method = stated.get("quant_method", "unknown") if isinstance(stated, dict) else type(stated).__name__
+            raise UnsupportedModelError(
+                f"{source} is quantised already ({str(method)[:40]}), and is computed from as its bytes lie: run it as "
+                "it is, or give the original, with weights of 16 or 32 bits."
+            )
 
 
 def _checkpoint(model: str) -> Path:
