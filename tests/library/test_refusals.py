@@ -105,8 +105,9 @@ def test_settings(settings, error, says):
         lambda model: setattr(model, "peft_config", {"default": object()}),
         lambda model: model.set_attn_implementation("eager"),
         lambda model: model.train(),
+        lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
     ],
-    ids=["cast", "in place", "replaced", "adapter", "attention", "training"],
+    ids=["cast", "in place", "replaced", "adapter", "attention", "training", "buffer"],
 )
 def test_a_model_that_was_changed_meanwhile(change, prefix_caches):
     model = own()
@@ -184,6 +185,8 @@ def test_an_attention_mask_with_zeros(prefix_caches):
     mask[:, :3] = 0
     with pytest.raises(RequestError, match="padded batches are not supported"):
         prefix_caches("llama").restore(PROMPT, attention_mask=mask)
+    with pytest.raises(RequestError, match="is a tensor, not list"):
+        prefix_caches("llama").restore(PROMPT, attention_mask=mask.tolist())
 
 
 def test_a_pad_token_inside_a_prompt(prefix_caches):

@@ -69,6 +69,8 @@ def rows_of(ids: Any, attention_mask: Tensor | None, padding: Padding, *, prompt
     if any(min(row) < 0 or max(row) >= 1 << 32 for row in tokens):
         raise RequestError("token ids are numbers from 0 to 2**32 - 1; input_ids has others.")
     if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor):
+            raise RequestError(f"the attention mask is a tensor, not {type(attention_mask).__name__}.")
         if not bool(attention_mask.bool().all()):
             raise RequestError(
                 "the attention mask has zeros: padded batches are not supported. Give prompts one by one, or batches "

@@ -139,12 +139,13 @@ def _refuse(model: Any) -> None:
 
 
 def _mark(model: Any) -> int:
-    """Changes whenever a parameter is replaced, moved, written in place by an operation, or an adapter is added.
+    """Changes whenever a parameter or buffer is replaced, moved, written in place by an operation, or an adapter is
+    added.
 
     What is written through ``parameter.data`` goes unseen.
     """
     found: list[object] = [bool(getattr(model, "peft_config", None)), getattr(model.config, "_attn_implementation", "")]
-    for parameter in model.parameters():
+    for parameter in (*model.parameters(), *model.buffers()):
         if isinstance(parameter, OffloadedParameter):  # what it shows is the checkpoint's, and nobody can write to it
             found.append((id(parameter), parameter.dtype))
             continue
