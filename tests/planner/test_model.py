@@ -23,18 +23,7 @@ from stowage.testing.tiny_models import TABLE, TinySize
 from tests.depth import mostly_rare
 from tests.families import MOST_UNLIKE, all_of
 
-EXACT = [
-    "llama",
-    "gpt2",
-    "gemma4",
-    "gpt_oss",
-    "deepseek_v3",
-    "falcon_h1",
-    "nemotron_h",
-    "longcat_flash",
-    "zamba2",
-    "rwkv",
-]
+EXACT = "llama gpt2 gemma4 gpt_oss deepseek_v3 falcon_h1 nemotron_h longcat_flash zamba2 rwkv".split()
 _PER_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 ODD = TinySize(hidden=96, layers=6, vocab=520, heads=6, kv_heads=3)
 """No size is another's, so that no two can be mixed up."""

@@ -21,12 +21,9 @@ import torch  # noqa: E402
 from tests.second_device.interpreting import require  # noqa: E402
 
 require()
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource, compile  # noqa: E402
-from triton.runtime.jit import mangle_type  # noqa: E402
-
 from stowage.core.geometry import Kind  # noqa: E402
 from stowage.cuda.paged_attention import kernels, launch  # noqa: E402
+from tests.second_device.compiling import Compiled  # noqa: E402
 from tests.second_device.paged_cases import make  # noqa: E402
 
 SHARED_BYTES_MOST = 99 << 10
@@ -45,33 +42,17 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-class Noted:
-    """Stands for a kernel: compiles what it is launched with."""
-
-    def __init__(self, kernel: Any, arch: int) -> None:
-        self._kernel, self._arch = kernel, arch
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self._compile
-
-    def _compile(self, *args: Any, num_warps: int, num_stages: int = 3, **constants: Any) -> None:
-        names = self._kernel.arg_names
-        signature = {name: mangle_type(value) for name, value in zip(names, args, strict=False)}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, value in enumerate(args) if _is_aligned(value)}
-        source = ASTSource(self._kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        made = compile(source, target=GPUTarget("cuda", self._arch, 32), options=options)
-        tensor_cores = made.asm["ptx"].count("mma")
-        print(self._kernel.__name__, self._arch, f"{made.metadata.shared} bytes shared, {tensor_cores} matrix products")
-        assert made.metadata.shared <= SHARED_BYTES_MOST
-        assert tensor_cores or self._kernel is kernels.combine or args[0].dtype not in HALVES
-
-
-def _is_aligned(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+def check(kernel: Any, arch: int, args: Any, constants: Any, made: Any) -> None:
+    tensor_cores = made.asm["ptx"].count("mma")
+    print(kernel.__name__, arch, f"{made.metadata.shared} bytes shared, {tensor_cores} matrix products")
+    assert made.metadata.shared <= SHARED_BYTES_MOST
+    assert tensor_cores or kernel is kernels.combine or args[0].dtype not in HALVES
 
 
 for arch, case in CASES:
-    noted = SimpleNamespace(split=Noted(kernels.split, arch), combine=Noted(kernels.combine, arch))
-    launch._kernels = lambda noted=noted: noted
+    compiled = SimpleNamespace(
+        split=Compiled(kernels.split, arch, check, aligned=True),
+        combine=Compiled(kernels.combine, arch, check, aligned=True),
+    )
+    launch._kernels = lambda compiled=compiled: compiled
     make(**case).found()

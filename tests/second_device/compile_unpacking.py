@@ -20,36 +20,19 @@ import torch  # noqa: E402
 from tests.second_device.interpreting import require  # noqa: E402
 
 require()
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource, compile  # noqa: E402
-from triton.runtime.jit import mangle_type  # noqa: E402
-
 from stowage.cuda.unpacking import kernels, launch  # noqa: E402
 from tests.block_formats import SPECS, parts_of  # noqa: E402
+from tests.second_device.compiling import Compiled  # noqa: E402
 
 
-class Noted:
-    """Stands for a kernel: compiles what it is launched with."""
-
-    def __init__(self, kernel: Any, arch: int) -> None:
-        self._kernel, self._arch = kernel, arch
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self._compile
-
-    def _compile(self, *args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
-        names = self._kernel.arg_names
-        signature = {name: mangle_type(value) for name, value in zip(names, args, strict=False)}
-        source = ASTSource(self._kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
-        options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
-        made = compile(source, target=GPUTarget("cuda", self._arch, 32), options=options)
-        print(self._kernel.__name__, constants["FORMAT"], self._arch, f"{made.metadata.shared} bytes shared")
-        assert "fma.rn" not in made.asm["ptx"]
+def check(kernel: Any, arch: int, args: Any, constants: Any, made: Any) -> None:
+    print(kernel.__name__, constants["FORMAT"], arch, f"{made.metadata.shared} bytes shared")
+    assert "fma.rn" not in made.asm["ptx"]
 
 
 plain = kernels.side_by_side, kernels.apart
 for arch in (80, 90):
-    kernels.side_by_side, kernels.apart = (Noted(kernel, arch) for kernel in plain)
+    kernels.side_by_side, kernels.apart = (Compiled(kernel, arch, check) for kernel in plain)
     for spec in SPECS:
         if spec.name in launch.FORMATS:
             launch.unpack(spec, parts_of(spec), torch.bfloat16)

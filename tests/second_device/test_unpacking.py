@@ -53,9 +53,9 @@ def matrices(draw: st.DrawFn) -> Spec:
         return Spec(name, outputs, inputs)
     scales = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     if name == "fp8":
-        tall, group = draw(st.sampled_from([0, 1, 7, 128])), draw(st.sampled_from([0, 32, 64, 128, 1000]))
+        block_rows, group = draw(st.sampled_from([0, 1, 7, 128])), draw(st.sampled_from([0, 32, 64, 128, 1000]))
         ragged = inputs - draw(st.integers(0, 31))
-        return Spec(name, outputs, ragged, group, tall, scale_dtype=draw(st.sampled_from([scales, torch.uint8])))
+        return Spec(name, outputs, ragged, group, block_rows, scale_dtype=draw(st.sampled_from([scales, torch.uint8])))
     group = draw(st.sampled_from([size for size in (0, 32, 64, 96, 128) if not size or inputs % size == 0]))
     return Spec(name, 8 * outputs, inputs, group, zeros=draw(st.booleans()), scale_dtype=scales)
 
