@@ -33,7 +33,7 @@ def shapes_of(spec: Spec) -> list[Spec]:
     return [replace(spec, outputs=n, inputs=k) for n, k in [*sizes, *ODD.get(spec.name, ())]]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.block_rows}-{spec.group}-{spec.zeros}")
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_products_have_the_bits_of_those_with_unpacked_weights(
     instructions: None, spec: Spec, dtype: torch.dtype
@@ -110,7 +110,7 @@ RUNS = [(3, 4, 9), (0, 0, 1), (4, 9, 10), (1, 1, 4)]
 """Of experts in any order, of which one has no rows."""
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.block_rows}-{spec.group}-{spec.zeros}")
 @pytest.mark.parametrize("int8", [False, True])
 def test_rows_of_several_experts_are_one_call(spec: Spec, int8: bool) -> None:
     """Of one stack or of two with the same rows, which may lie further apart than they are long."""
@@ -193,8 +193,8 @@ def test_rows_of_what_is_away_or_in_several_tensors_are_left_to_the_reference() 
 
 
 def test_no_number_is_no_number() -> None:
-    tall = Spec("fp8", 16, 128, 128, 128)
-    for spec in (tall, *(Spec(name, 16, 64) for name in ("fp8", "mxfp4", "q4_0"))):
+    fp8 = Spec("fp8", 16, 128, 128, 128)
+    for spec in (fp8, *(Spec(name, 16, 64) for name in ("fp8", "mxfp4", "q4_0"))):
         parts = parts_of(spec)
         for part in parts.values():
             part.view(torch.uint8)[3:4].fill_(255)

@@ -22,7 +22,7 @@ from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.replay.calls.call_list import RecordedCalls
 from stowage.executor.replay.calls.recording import one_call, recorded
-from stowage.executor.replay.programs import words as words_of
+from stowage.executor.replay.programs import encoding as encoding_of
 from stowage.executor.replay.programs import writer
 from stowage.executor.replay.programs.fusion import fused
 from stowage.executor.replay.programs.program import Arena, Program
@@ -208,7 +208,7 @@ def test_linear_layers(rows: int, dtype: torch.dtype, instructions: str) -> None
 
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.block_rows}-{spec.group}-{spec.zeros}")
 def test_matrices_as_they_were_published(spec: Spec, dtype: torch.dtype, instructions: str) -> None:
     spec = replace(spec, outputs=40, inputs=512)
     _packed_layers(BlockMatrix(spec, parts_of(spec, seed=3), dtype), dtype)
@@ -257,7 +257,7 @@ def test_layers_of_the_same_rows_are_one_call(
     def counting(taken: Any) -> Any:
         done = fused(taken)
         each = [operation.words for calls in done if calls for operation in calls]
-        found.extend(words[1] for words in each if words[0] == words_of.LINEAR)
+        found.extend(words[1] for words in each if words[0] == encoding_of.LINEAR)
         return done
 
     monkeypatch.setattr(writer, "fused", counting)
@@ -394,4 +394,4 @@ def test_more_dimensions_than_the_kernels_have_are_torchs() -> None:
     x = usual(3, 3, 3, 3, 3, 3, seed=1, dtype=torch.float32)
     calls = replays(lambda x: x[:, ::2, ::2, ::2, ::2, ::2] * 2 + 1, x)
     assert len(left(calls)) == 1
-    assert words_of._DIMS == 4
+    assert encoding_of._DIMS == 4

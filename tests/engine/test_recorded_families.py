@@ -17,6 +17,7 @@ from stowage.executor.fused.recurrent_kernels import StateRows
 from stowage.executor.replay.calls.backend import CallBackend, ModelStep, RecordedSteps
 from stowage.executor.replay.calls.call_list import RecordedCalls
 from stowage.executor.replay.programs import operations
+from stowage.executor.replay.programs.encoding import Operation
 from stowage.executor.runner import Runner
 from stowage.testing import tiny_models
 from tests.depth import mostly_rare
@@ -130,7 +131,7 @@ def test_layers_with_one_input_are_computed_together_by_a_program(monkeypatch: p
     sizes: list[int] = []
     linear = operations._linear
 
-    def counted(*args: Any) -> list[operations.Operation]:
+    def counted(*args: Any) -> list[Operation]:
         done = linear(*args)
         sizes.extend(int(one.words[1]) for one in done)  # type: ignore[arg-type]
         return done

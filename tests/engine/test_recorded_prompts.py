@@ -28,7 +28,7 @@ from stowage.executor.replay.calls.prompts import PromptStep
 from stowage.executor.replay.calls.recording import one_call, recorded
 from stowage.executor.replay.programs.any_rows import RecordedRows, for_any_rows
 from stowage.executor.replay.programs.program import Arena
-from stowage.executor.replay.programs.writer import sketched
+from stowage.executor.replay.programs.writer import planned
 from stowage.executor.runner import Runner
 from stowage.testing import tiny_models
 from tests.depth import mostly_rare
@@ -49,12 +49,12 @@ def rows_of(count: int) -> Tensor:
 
 @torch.inference_mode()
 def recording(function: Function, rows: tuple[int, ...] = ROWS) -> RecordedRows:
-    sketches, arena = [], Arena()
+    plans, arena = [], Arena()
     for count in rows:
         x = rows_of(count)
         _, step = recorded(partial(function, x), (x,), (), (WEIGHT, TABLE), EXACT)
-        sketches.append(sketched(step, arena, any_rows=True))
-    return for_any_rows(sketches, rows)
+        plans.append(planned(step, arena, any_rows=True))
+    return for_any_rows(plans, rows)
 
 
 @torch.inference_mode()

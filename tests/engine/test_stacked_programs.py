@@ -49,7 +49,7 @@ class Experts(nn.Module):
 @pytest.mark.parametrize(
     "spec",
     [pytest.param(spec, marks=pytest.mark.every_family if at % 3 else ()) for at, spec in enumerate(SPECS)],
-    ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}",
+    ids=lambda spec: f"{spec.name}-{spec.block_rows}-{spec.group}-{spec.zeros}",
 )
 def test_each_row_by_the_matrices_of_its_expert(
     spec: Spec, dtype: torch.dtype, int8: bool, instructions: str, monkeypatch: pytest.MonkeyPatch

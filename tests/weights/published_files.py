@@ -28,19 +28,19 @@ def packed(codes: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) ->
 
 
 def fp8(
-    tall: int, group: int, scale_name: str, scale_dtype: torch.dtype = torch.float32
+    block_rows: int, group: int, scale_name: str, scale_dtype: torch.dtype = torch.float32
 ) -> Callable[[Tensor], Written]:
     """0: all outputs, or inputs, share a scale."""
 
     def write(values: Tensor) -> Written:
         n, k = values.shape
-        high, wide = tall or n, group or k
+        high, wide = block_rows or n, group or k
         padded = torch.nn.functional.pad(values, (0, -k % wide, 0, -n % high))
         blocks = padded.view(-(-n // high), high, -(-k // wide), wide)
         scales = (blocks.abs().amax((1, 3)) / 448).to(scale_dtype)
         whole = scales.float().repeat_interleave(high, 0).repeat_interleave(wide, 1)[:n, :k]
         codes = (values / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
-        stored = scales.view(()) if not tall and not group else scales
+        stored = scales.view(()) if not block_rows and not group else scales
         return {"weight": codes, scale_name: stored}, codes.float() * whole
 
     return write

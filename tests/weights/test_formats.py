@@ -47,11 +47,11 @@ def test_mxfp4_means_what_transformers_makes_of_gpt_oss() -> None:
         assert torch.equal(values.bfloat16(), expected[expert].t()), expert
 
 
-@pytest.mark.parametrize(("tall", "group"), [(128, 128), (1, 0), (0, 0)])
-def test_fp8_means_what_transformers_makes_of_it(tall: int, group: int) -> None:
+@pytest.mark.parametrize(("block_rows", "group"), [(128, 128), (1, 0), (0, 0)])
+def test_fp8_means_what_transformers_makes_of_it(block_rows: int, group: int) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    spec = Spec("fp8", 256, 384, group, tall)
+    spec = Spec("fp8", 256, 384, group, block_rows)
     shape, _ = spec.tensors()["scales"]
     codes = raw_bytes(256, 384).masked_fill(raw_bytes(256, 384) % 128 == 127, 3).view(torch.float8_e4m3fn)
     scales = torch.rand(shape, generator=torch.Generator().manual_seed(3)) * 1e-3
@@ -119,7 +119,7 @@ def test_sizes_are_those_of_the_tensors() -> None:
     assert Spec("int4", 8, 64, 32, zeros=True, scale_dtype=torch.bfloat16).nbytes == 8 * 32 + 8 * 2 * 2 + 4 * 2
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.tall}-{spec.group}-{spec.zeros}")
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.block_rows}-{spec.group}-{spec.zeros}")
 def test_matrices_are_what_their_formats_mean_and_are_multiplied_with_in_pieces(
     spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,12 @@ def supports_blocks(x: Tensor, matrix: BlockMatrix) -> bool:
     """Whether ``linear_blocks`` can compute this: the bytes are in memory, and scales cover multiples of 32 inputs."""
     spec = matrix.spec
     on_cpu = all(part.device.type == "cpu" for part in matrix.parts.values())
-    return x.dtype in DTYPES and on_cpu and matrix.is_here and (spec.wide % 32 == 0 or spec.wide == spec.inputs)
+    return (
+        x.dtype in DTYPES
+        and on_cpu
+        and matrix.is_here
+        and (spec.group_size % 32 == 0 or spec.group_size == spec.inputs)
+    )
 
 
 def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) -> Tensor:
@@ -169,7 +174,7 @@ def look_up(ids: Tensor, matrix: BlockMatrix) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """How the kernel reads a matrix. ``codes``, with a row stride of ``row`` elements (of a format: bytes), ``scales``
-    and ``zeros`` (zero points). ``group``, ``tall``: inputs and outputs that share a scale; ``form``: number of its
+    and ``zeros`` (zero points). ``group``, ``block_rows``: inputs and outputs per scale; ``form``: number of its
     format, 0: none; ``kind``: dtype of its scales.
     """
 
@@ -180,7 +185,7 @@ class Matrix:
     zeros: Tensor | None = None
     group: int = 0
     form: int = 0
-    tall: int = 1
+    block_rows: int = 1
     kind: int = 0
     int8: bool = False
     """Whether activations are quantized to 8 bits, with a scale for each 32, and multiplied as integers."""
@@ -229,9 +234,9 @@ def of_blocks(matrix: BlockMatrix) -> Matrix:
     codes = next(iter(parts.values()))
     scales, zeros = parts.get("scales"), parts.get("zeros")
     row = codes.stride(0) * codes.element_size()
-    group = 32 if spec.name == "mxfp4" else spec.wide
+    group = 32 if spec.name == "mxfp4" else spec.group_size
     kind = 0 if scales is None else _SCALES[scales.dtype]
-    return Matrix(codes, spec.outputs, row, scales, zeros, group, number_of(spec.name), spec.high, kind)
+    return Matrix(codes, spec.outputs, row, scales, zeros, group, number_of(spec.name), spec.rows_per_scale, kind)
 
 
 def linears(x: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
@@ -290,7 +295,7 @@ def kernel_arguments(matrix: Matrix, out: int, further: Sequence[int] = (0, 0, 0
     """
     parts = zip((matrix.codes, matrix.scales, matrix.zeros), further, strict=True)
     codes, scales, zeros = (0 if part is None else part.data_ptr() + more for part, more in parts)
-    return codes, scales, out, matrix.outputs, matrix.row, matrix.form, zeros, matrix.tall, matrix.kind
+    return codes, scales, out, matrix.outputs, matrix.row, matrix.form, zeros, matrix.block_rows, matrix.kind
 
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor:

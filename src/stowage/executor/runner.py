@@ -47,10 +47,10 @@ from stowage.weights.source import WeightSource
 class Runner:
     """Computes work on a Transformers model whose KV cache lies in ``pools``; ``attention`` is installed in it.
 
-    ``exact``: how prompts are cut so that a token's bits are its own (``determinism.pieces``), of which
-    ``determinism.trial`` makes sure; ``None``: bits may depend on what is computed together.
-    ``weights``: what brings those of the model's weights that are not in memory for good. ``max_num_seqs``: how many
-    single tokens a step has at most. ``int8``: see ``RowInvariance``.
+    ``exact``: how prompts are cut so that a token's bits do not depend on its neighbours (``determinism.pieces``; the
+    trial verifies it); ``None``: bits may depend on what is computed together.
+    ``weights``: delivers the model's offloaded weights. ``max_num_seqs``: the most single tokens of a step. ``int8``:
+    see ``RowInvariance``.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Runner:
         self._latent_weights = LatentWeights(keeps=weights is None)
         if self._in_one_shape:
             self._mode_of_pieces = self._slices
-        elif self._piece_tokens:  # one shape has one way to be computed: the quickest
+        elif self._piece_tokens:  # all forwards have one shape, so the fastest way is also deterministic
             self._mode_of_pieces = mode_of(model, exact=False, int8=int8) or nullcontext()
         again = self._kernels and (weights is None or not weights.crosses)  # a list of calls waits for no copy
         self._hooks = Hooks(model, weights)
@@ -100,7 +100,7 @@ class Runner:
         self.prompts = recorded_prompts(self.steps) if self.steps is not None and own_bits and stays else None
         self.graphs: Graphs | None = None
         self.adapters: Adapters | None = None
-        """Of the model: sequences of each are computed by themselves, step by step as the model is written."""
+        """Sequences with the same adapter are computed together, by the model's own code."""
         kernel = paged_trial.trusted(paged_kernel(model.device, model.dtype), model, pools)
         self._paged = kernel.attend if kernel is not None else None
         self._static = self._static_steps(kernel, max_num_seqs)
@@ -120,8 +120,8 @@ class Runner:
         return self._in_one_shape and self._layout.ragged and self._layout.continues and not self._slices.others
 
     def _static_steps(self, kernel: PagedKernel | None, max_num_seqs: int) -> StaticSteps:
-        """Exact steps on a device have one number of rows; that is 1 where torch reads as many keys as the longest
-        sequence of a step has.
+        """Exact steps on a device have a fixed number of rows: 1 where torch's attention reads as many keys as the
+        longest sequence of a step has.
         """
         attend, context, rows = self._paged or decode_attention.attend, self._layout.context_tokens, 0
         if self._in_one_shape:
@@ -132,7 +132,7 @@ class Runner:
         return StaticSteps(self._pools, self._strategies, attend, max_num_seqs, context, octave, rows)
 
     def record(self, recorder: Recorder, limit_bytes: int) -> None:
-        """From now on decode steps are recorded and replayed, with up to ``limit_bytes`` of device memory."""
+        """Record and replay decode steps from now on, with up to ``limit_bytes`` of device memory."""
         backend = GraphBackend(self._recorded, self._static, recorder)
         self.graphs = ReplayCache(backend, rules(self._model.dtype, exact=self._in_one_shape), limit_bytes)
         self.forwards.static = True
@@ -148,7 +148,7 @@ class Runner:
                 assert not bool(pool.storage[PADDING_BLOCK].any()), "the padding block is not zero"
 
     def close(self) -> None:
-        """Give the model back what it computed with, its attention too, and the memory of recordings."""
+        """Restore the model's own modules and attention, and free the recordings."""
         for cache in (self.steps, self.prompts, self.graphs):
             if cache is not None:
                 cache.close()
@@ -156,7 +156,7 @@ class Runner:
         self.give_back()
 
     def give_back(self) -> None:
-        """Give the model its own norms and recurrent layers back."""
+        """Restore the model's own norms and recurrent layers."""
         norms.uninstall(self._model)
         if self._kernels:
             recurrent_layers.uninstall(self._model)
@@ -176,7 +176,7 @@ class Runner:
 
     @property
     def _as_written(self) -> bool:
-        """Whether there is more in the model now than lists of its calls know of."""
+        """Whether the model's own code must run: it has something that its traces do not know, such as an adapter."""
         return self._adapted or self._hooks.there
 
     def _run(self, work: Sequence[Work]) -> list[Tensor]:
@@ -198,7 +198,7 @@ class Runner:
             step.logit_rows = step.logit_rows[-1:]
             return self._compute(step, [], fresh=work[0].start == 0, batched=False).cpu()
         plain = partial(self._static.compute, work, self._recorded)
-        if not self._in_one_shape:  # what is not replayed need not have the shape of what is
+        if not self._in_one_shape:  # a step that is not replayed needs no static shape
             plain = partial(self._in_its_own_shape, work)
         return plain() if self.graphs is None or self._adapted else self.graphs.run(work, plain)
 
@@ -298,8 +298,8 @@ class Runner:
             self._cache.unbind_states()
 
     def _reads_natively(self, pool: BlockPool, work: Sequence[Work]) -> bool:
-        """Whether the kernels compute the attention of ``work``: wherever there are any, unless answers need not be
-        exact and torch is quicker, which expands latents. Keys that are offloaded they read where they lie.
+        """Whether the kernels compute the attention of ``work``: wherever there are kernels, unless answers need not be
+        exact and torch, which expands latents, is faster. The kernels read offloaded keys in host memory.
         """
         if not self._kernels:
             return False

@@ -161,8 +161,8 @@ def _matrices(name: str, memory: torch.Tensor, outputs: int, inputs: int, dtype:
         rows = memory[: count * form.nbytes].view(count, form.nbytes)
         return [PackedMatrix(form, row, dtype) for row in rows]
     group = 128 if name in ("fp8", "int4", "gptq", "awq") else 0
-    zeros, tall = name in ("gptq", "awq"), 128 if name == "fp8" else 1
-    spec = Spec(name, outputs, inputs, group, tall, zeros, torch.bfloat16)
+    zeros, block_rows = name in ("gptq", "awq"), 128 if name == "fp8" else 1
+    spec = Spec(name, outputs, inputs, group, block_rows, zeros, torch.bfloat16)
     sizes = {part: prod(shape) * kind.itemsize for part, (shape, kind) in spec.tensors().items()}
     found = []
     for at in range(0, memory.numel() - sum(sizes.values()) + 1, sum(sizes.values())):

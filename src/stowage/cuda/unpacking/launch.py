@@ -46,9 +46,9 @@ class Matrix(Protocol):
     @property
     def inputs(self) -> int: ...
     @property
-    def wide(self) -> int: ...
+    def group_size(self) -> int: ...
     @property
-    def high(self) -> int: ...
+    def rows_per_scale(self) -> int: ...
 
 
 Dequantize = Callable[[Any, Mapping[str, Tensor], torch.dtype], Tensor]
@@ -67,7 +67,7 @@ class Unpacking:
         if not _fits(spec, parts, dtype):
             return False
         given = [(part.device, part.dtype) for part in parts.values()]
-        sort = (spec.name, dtype, spec.wide, spec.high, spec.inputs, *given)
+        sort = (spec.name, dtype, spec.group_size, spec.rows_per_scale, spec.inputs, *given)
         known = self._trusted.get(sort)
         if known is None and not _is_capturing(given[0][0]):
             known = self._trusted[sort] = is_wanted() and self._is_right(spec, parts, dtype)
@@ -103,7 +103,7 @@ def _fits(spec: Matrix, parts: Mapping[str, Tensor], dtype: torch.dtype) -> bool
     if spec.name in _SIDE_BY_SIDE:
         return all(part.is_contiguous() for part in parts.values())
     # fp8 may have groups of any width; a program's columns must share one scale
-    in_one = spec.wide % _COLUMNS[-1] == 0 or spec.wide >= spec.inputs
+    in_one = spec.group_size % _COLUMNS[-1] == 0 or spec.group_size >= spec.inputs
     return spec.name in _APART and in_one and all(part.dim() < 2 or part.stride(-1) == 1 for part in parts.values())
 
 
@@ -134,7 +134,7 @@ def _side_by_side(spec: Matrix, parts: Mapping[str, Tensor], out: Tensor) -> Non
         out,
         groups,
         spec.inputs // width,
-        spec.wide // width,
+        spec.group_size // width,
         FORMAT=spec.name,
         ZEROS=zeros is not None,
         BYTES=blocks.numel() * super_block // out.numel(),
@@ -151,9 +151,9 @@ def _apart(spec: Matrix, parts: Mapping[str, Tensor], out: Tensor) -> None:
     codes, scales = parts["codes"], parts["scales"]
     if spec.name == "fp8":
         codes = codes.view(torch.uint8)
-        scales = scales.reshape(-(-spec.outputs // spec.high), -1)
-    columns = next((c for c in _COLUMNS if spec.wide % c == 0), _COLUMNS[-1])
-    columns = _COLUMNS[0] if spec.wide >= spec.inputs else columns
+        scales = scales.reshape(-(-spec.outputs // spec.rows_per_scale), -1)
+    columns = next((c for c in _COLUMNS if spec.group_size % c == 0), _COLUMNS[-1])
+    columns = _COLUMNS[0] if spec.group_size >= spec.inputs else columns
     rows = _VALUES // columns
     kernels.apart[(-(-spec.outputs // rows), -(-spec.inputs // columns))](
         codes,
@@ -165,8 +165,8 @@ def _apart(spec: Matrix, parts: Mapping[str, Tensor], out: Tensor) -> None:
         codes.stride(0),
         scales.stride(0),
         parts.get("zeros", codes).stride(0),
-        spec.wide,
-        spec.high,
+        spec.group_size,
+        spec.rows_per_scale,
         FORMAT=spec.name,
         POWERS=scales.dtype is torch.uint8,
         ROWS=rows,

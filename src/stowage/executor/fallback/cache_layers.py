@@ -1,12 +1,12 @@
-"""Transformers' own cache layers, with what they keep in the device pools: the ``Cache`` that fallback models see.
+"""Transformers' cache layers that keep their tensors in the device pools: the ``Cache`` that fallback models see.
 
-Owns the way between a layer's tensors and the blocks of one sequence. A model that asks a layer for its keys gets them
-in one piece, copied out of the pool for as long as that layer computes; what it adds goes into the pool at once. So
-besides the pools there is never more than one layer's keys and values in memory, and the bytes are those that
-Transformers' own layer would have handed back (``trial``).
+Owns the copies between a layer's tensors and the blocks of one sequence. A model that reads a layer's keys gets a
+contiguous copy of them, which lives while that layer computes; new keys go into the pool at once. So besides the pools
+there is never more than one layer's keys and values in memory, and the bytes are those that Transformers' own layer
+would have returned (``trial``).
 
-    update(new keys)  ->  put into the blocks of tokens [start, end)
-                      ->  tokens [0, end), or those that the window shows, as one tensor  [1, heads, tokens, dim]
+    update(new keys)  ->  written to the blocks of tokens [start, end)
+                      ->  returns tokens [0, end), or those of the window, as one tensor  [1, heads, tokens, dim]
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PooledRows:
         return out
 
     def _inside(self, part: BlockPart) -> Tensor:
-        """The part where it is kept: ``[heads, rows, dim]``, or ``[heads, blocks, rows, dim]``."""
+        """The part in the pool: ``[heads, rows, dim]``, or ``[heads, blocks, rows, dim]``."""
         view, block = self._view, part.block
         if block < 0:
             assert block <= OFFLOADED, "a block is read that is nowhere"
@@ -111,7 +111,7 @@ class PooledState:
         self._view, self._group = view, group
 
     def of(self, at: At) -> Tensor:
-        """The sequence's, ``[1, ...]``: its memory in the pool."""
+        """The sequence's state ``[1, ...]``, a view of the pool."""
         block = int(at.addresses[self._group][0])
         return self._view[block : block + 1]
 
@@ -152,8 +152,7 @@ class Pooled:
 
 
 class _Layer:
-    """What all stand-ins do: they have the fields of the layer that they stand in for, and its tensors' slots in
-    the pool."""
+    """Base of the replacement layers: the fields of the layer that it replaces, and its tensors' slots in the pool."""
 
     def __init__(
         self, fields: Mapping[str, Any], rows: Mapping[str, PooledRows], states: Mapping[str, PooledState]
@@ -169,7 +168,7 @@ class _Layer:
         pass
 
     def swap(self, new: Mapping[str, Tensor], first: int) -> list[Tensor]:
-        """Put the new tokens' rows ``[1, heads, tokens, dim]``; all from ``first`` on come back."""
+        """Write the new tokens' rows ``[1, heads, tokens, dim]``; returns all rows from ``first`` on."""
         for name, tensor in new.items():
             self.rows[name].put(self.at, self.at.start, tensor)
         return [self.rows[name].get(self.at, first, self.at.end) for name in new]
@@ -237,7 +236,7 @@ class _Compressed(_Window):
             getattr(self, attribute)[of] = held if there else None
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
-        """Take new entries ``[1, entries, dim]``; all that there are come back."""
+        """Append new entries ``[1, entries, dim]``; returns all entries."""
         rows, known = self.rows[f"compressed_kv/{name}"], self.entry_count[name]
         rows.put(self.at, known, compressed[:, None])
         self.entry_count[name] = known + compressed.shape[1]
@@ -253,7 +252,7 @@ class _Compressed(_Window):
 
 
 class _Linear(_Layer):
-    """Of layers with convolution or recurrent states, which models write in place, or replace."""
+    """Layers with convolution or recurrent states, which models write in place, or replace."""
 
     def begin(self, at: At) -> None:
         super().begin(at)
@@ -283,7 +282,7 @@ class _Linear(_Layer):
 
 @remembered
 def _pooled(plain: Any, attends: bool) -> Any:
-    """The class that stands in for the cache layer ``plain``. ``attends``: it keeps keys."""
+    """The class that replaces the cache layer class ``plain``. ``attends``: it keeps keys."""
     parts: list[type[Any]] = []
     if issubclass(plain, LinearAttentionLayer):
         parts.append(_Linear)
@@ -291,5 +290,5 @@ def _pooled(plain: Any, attends: bool) -> Any:
         parts.append(_Full)
     elif attends:
         parts.append(_Compressed if hasattr(plain, "update_compressor_states") else _Window)
-    own = {"_layer_type": None}  # a class with a name there would take the plain one's place in every cache to come
+    own = {"_layer_type": None}  # a class with a name there would be registered instead of the plain one
     return type(f"Pooled{plain.__name__}", (*parts, plain), own)

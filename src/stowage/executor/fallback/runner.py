@@ -1,6 +1,6 @@
 """Runs forwards of fallback models: one sequence after the other, with Transformers' own attention.
 
-Owns how a sequence's tokens are cut into forwards. Scores are made whole by some models' attention, so a forward has no
+Owns how a sequence's tokens are cut into forwards. Some models' attention materializes all scores, so a forward has no
 more tokens than ``SCORES_BYTES_MAX`` allows.
 """
 
@@ -21,13 +21,13 @@ from stowage.models.layout import ModelLayout
 from stowage.models.state_access import forward, keeper_of
 
 SCORES_BYTES_MAX = 256 << 20
-"""Of one layer's float32 scores."""
+"""Limit of one layer's attention scores in float32."""
 
 
 class FallbackRunner:
     """Computes work on a Transformers model whose cache lies in ``pools``. ``grid``: forwards end at its multiples, so
-    that a prompt's tokens are always computed in the same pieces; 1: anywhere. ``exact``: tokens of a model that goes
-    on from a state with single ones are computed one by one from the first on. ``mode``: is on while the model runs.
+    that a prompt's tokens are always computed in the same pieces; 1: anywhere. ``exact``: where the model can only
+    continue a state with single tokens, all tokens are computed one by one. ``mode``: is on while the model runs.
     ``scores_bytes_max``: instead of ``SCORES_BYTES_MAX``.
     """
 
@@ -54,7 +54,7 @@ class FallbackRunner:
         """See ``Runner``."""
 
     def close(self) -> None:
-        """Nothing was put into the model."""
+        """Does nothing: the model was not changed."""
 
     def check(self) -> None:
         """Nothing is kept between steps."""
@@ -83,7 +83,7 @@ class FallbackRunner:
 
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         while begin < end:
-            if not self._continues and (begin or self._exact):  # as ``Runner``: exact answers have one way to compute
+            if not self._continues and (begin or self._exact):  # as in ``Runner``: exact answers are computed one way
                 yield begin, begin + 1
                 begin += 1
                 continue

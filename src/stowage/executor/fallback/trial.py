@@ -1,8 +1,8 @@
-"""Before the fallback answers: does this model, with its cache in pools, give what it gives with Transformers' own?
+"""The trial of a fallback model: are its logits with the cache in pools bit-identical to those with Transformers' own?
 
-Owns the trial. A prompt is computed in pieces, with another prompt's forwards in between. Every logit must be the same
-to the bit as with Transformers' ``DynamicCache`` and nothing in between. And what Transformers computes in pieces must
-be what it computes in one go: some models silently forget.
+A prompt is computed in pieces, with another prompt's forwards in between. Every logit must be bit-identical to that of
+Transformers' ``DynamicCache`` without the other prompt. And what Transformers computes in pieces must agree with what
+it computes in one go: some models silently lose state between pieces.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from stowage.models.state_access import forward, keeper_of
 _TOKENS = 24
 _NEAR = {torch.float32: 1e-3}
 _NEAR_OTHERWISE = 0.25
-"""The largest distance between the logits of a prompt in pieces and in one go, as a part of their own size. (With fewer
-bits an expert that is chosen by a hair may be another one.)"""
+"""The largest relative difference between the logits of a prompt in pieces and in one go. (With fewer bits, a router
+that is near a tie may choose another expert.)"""
 
 
 def proved_layout(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> ModelLayout:
-    """The layout of a model that the fallback runs, proved to give the answers of Transformers' own cache; see
-    ``models.fallback_layout.probe``. Raises ``UnsupportedModelError``.
+    """The layout of a fallback model (``models.fallback_layout.probe``), which has passed the trial. Raises
+    ``UnsupportedModelError``.
     """
     try:
         layout = probe(model, block_tokens, chunk_blocks)
@@ -49,7 +49,7 @@ def proved_layout(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: in
 
 @torch.inference_mode()
 def prove(model: Any, layout: ModelLayout) -> None:
-    """Raise ``UnsupportedModelError`` if not. Blocks for two short prompts are taken, and given back."""
+    """Raises ``UnsupportedModelError`` if the trial fails. Takes blocks for two short prompts, and frees them."""
     trial = _Trial(model, layout)
     own = trial.own()
     for piece, (expected, found) in enumerate(zip(own, trial.pooled(), strict=True)):
@@ -68,7 +68,7 @@ def prove(model: Any, layout: ModelLayout) -> None:
 
 
 class _Trial:
-    """A prompt of some windows of every compressor, and another one."""
+    """Two prompts, the first a few windows of every compressor long."""
 
     def __init__(self, model: Any, layout: ModelLayout) -> None:
         self._model, self._layout = model, layout
@@ -80,7 +80,7 @@ class _Trial:
         self._sizes = [first, *([count - first - 2, 1, 1] if layout.continues else [1] * (count - first))]
 
     def own(self) -> list[Tensor]:
-        """Logits of every piece with Transformers' own cache."""
+        """Logits of each piece with Transformers' own cache."""
         cache, found, begin = self._fresh(), [], 0
         for size in self._sizes:
             tokens = self._prompts[0][begin : begin + size]
@@ -95,7 +95,7 @@ class _Trial:
         return keeper_of(self._model).fresh(self._model.config)
 
     def pooled(self) -> list[Tensor]:
-        """The same with the cache in pools, and the other prompt computed in between."""
+        """Logits of each piece with the cache in pools, and the other prompt computed in between."""
         count = len(self._prompts[0])
         needed = [2 * blocks_needed(block, count, count) for block in self._layout.blocks]
         pools = [BlockPool(b, n, self._model.device) for b, n in zip(self._layout.blocks, needed, strict=True)]

@@ -1,7 +1,7 @@
 """The protocol of replay backends, which record decode steps of one shape: call lists (``calls``) and CUDA graphs
 (``graphs``).
 
-Owns the protocol, the shape of a step, and the error of one that cannot be recorded. ``cache`` decides when to record.
+Owns the protocol, the shape of a step, and ``CaptureError``. ``cache`` decides when to record.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ RecordingT = TypeVar("RecordingT")
 
 
 class CaptureError(StowageError):
-    """A step cannot be recorded: it reads a tensor's value, synchronizes with the device, or changes what it must not.
-    The text says what it did. The replay cache catches it, and the model computes.
+    """A step cannot be recorded: it reads a tensor's value, synchronizes with the device, or changes a tensor that
+    outlives it. The text says what it did. The replay cache catches it, and the model computes.
     """
 
 
 class StepShape(NamedTuple):
-    """Number of sequences, and their most tokens; 0: any number."""
+    """Number of sequences, and the tokens of the longest; 0: any number."""
 
     sequences: int
     tokens: int = 0

@@ -44,15 +44,15 @@ class Rules:
 
     Args:
         noun: what a recording is called in the log.
-        level: of the log, when something is refused.
+        level: the log level of a refusal.
         warm_steps: steps of a shape that the model computes before it is recorded.
         recordings_max: shapes that are recorded at a time.
         trials_max: trials that may fail before a shape is refused.
         bound: by how much logits may differ from the model's, as a share of the largest; 0: neither logits nor
             recurrent states may differ in a single bit.
-        quicker: whether a replay must not take longer than the model does.
-        first_ends_all: whether the first shape that is refused ends replay for all.
-        trusts: whether a recording needs no trial, since the backend has tried it.
+        quicker: whether a replay must not be slower than the model.
+        first_ends_all: whether the first refused shape ends replay for all shapes.
+        trusts: whether a recording needs no trial, because the backend has tried it.
     """
 
     noun: str
@@ -99,7 +99,7 @@ class ReplayCache(Generic[StepT, RecordingT]):
     clock: Callable[[], float] = time.perf_counter
     counters: ReplayCounters = field(default_factory=ReplayCounters)
     why: str = ""
-    """Why nothing is replayed any more; empty: shapes are."""
+    """Why replay has ended for all shapes; empty: it has not."""
     _entries: dict[StepShape, _Entry[RecordingT]] = field(default_factory=dict)
     _too_large: list[StepShape] = field(default_factory=list)
 
@@ -125,7 +125,7 @@ class ReplayCache(Generic[StepT, RecordingT]):
 
     @property
     def recorded(self) -> list[StepShape]:
-        """Shapes of which there are recordings."""
+        """Shapes that have a recording."""
         return [shape for shape, entry in self._entries.items() if entry.recording is not None]
 
     @property
@@ -134,7 +134,7 @@ class ReplayCache(Generic[StepT, RecordingT]):
         return self.backend.nbytes(entry.recording for entry in self._entries.values() if entry.recording is not None)
 
     def stats(self) -> dict[str, int]:
-        """Counters, and what is recorded."""
+        """The counters, and the number and size of recordings."""
         return {
             "captured_steps": self.counters.replayed_steps,
             "plain_steps": self.counters.plain_steps,
@@ -152,14 +152,14 @@ class ReplayCache(Generic[StepT, RecordingT]):
             assert (entry.recording is not None) == (entry.state in (_State.RECORDED, _State.TRUSTED))
 
     def close(self) -> None:
-        """Give all memory back; the model computes from now on."""
+        """Free all recordings; the model computes from now on."""
         self.why = "closed"
         self._forget()
 
     # recording
 
     def _is_due(self, shape: StepShape, entry: _Entry[RecordingT]) -> bool:
-        """Whether ``shape``, which is asked for once more, is to be recorded now."""
+        """Whether ``shape``, which has come once more, is to be recorded now."""
         if self.why or entry.state is not _State.SEEN or len(self.recorded) >= self.rules.recordings_max:
             return False
         if any(shape.sequences >= large.sequences and shape.tokens >= large.tokens for large in self._too_large):
@@ -168,7 +168,7 @@ class ReplayCache(Generic[StepT, RecordingT]):
         return entry.seen > self.rules.warm_steps
 
     def _record(self, shape: StepShape, entry: _Entry[RecordingT], step: StepT) -> Tensor | None:
-        """The logits of ``step``, if recording has computed them."""
+        """Record ``shape``. Returns the logits of ``step``, if recording has computed them."""
         before = self._copied_states(step)
         try:
             entry.recording, logits = self.backend.record(shape, step)
@@ -186,13 +186,13 @@ class ReplayCache(Generic[StepT, RecordingT]):
         return logits
 
     def _give_up(self, shape: StepShape) -> None:
-        """``shape`` is too large, and so is what is larger."""
+        """Refuse ``shape`` and all larger ones: their recordings need too much memory."""
         self._refuse(
             f"{self.rules.noun}s may take {format_size(self.limit_bytes)} of the device, and one of {shape} is too "
             "much beside the others: such steps are computed plainly"
         )
         self._too_large.append(shape)
-        self._forget()  # one pool serves all: nothing of it is given back while any is left
+        self._forget()  # all recordings share one memory pool, which is freed only when none is left
 
     def _end(self, why: str) -> None:
         self._refuse(
@@ -221,9 +221,9 @@ class ReplayCache(Generic[StepT, RecordingT]):
         step: StepT,
         plain: Callable[[], Tensor],
     ) -> Tensor:
-        """Compute ``step`` both ways, and answer with the plain one. Keys are written again, the plain ones last;
-        recurrent states are put back in between. Where time counts, the first replay brings the recording to the
-        device, and the second one is timed.
+        """Compute ``step`` by replay and by the model, and return the model's logits. Keys are written twice, the
+        model's last; recurrent states are restored in between. Where speed is compared, the first replay is a warm-up,
+        and the second one is timed.
         """
         before = self._copied_states(step)
         for _ in range(2 if self.rules.quicker else 1):
@@ -244,12 +244,12 @@ class ReplayCache(Generic[StepT, RecordingT]):
             self._end(why)
         elif entry.trials >= self.rules.trials_max:
             self._refuse(f"decode steps of up to {shape} are computed plainly, not as a {self.rules.noun}: {why}")
-            entry.state, entry.recording = _State.REFUSED, None  # its memory stays in the pool, for the others
+            entry.state, entry.recording = _State.REFUSED, None  # its memory stays in the shared pool
         return expected
 
     def _against(self, pairs: Sequence[tuple[Tensor, Tensor]], replayed_s: float, plain_s: float) -> str:
-        """What speaks against a recording that gave the first of ``pairs`` (logits, states) where the model gave the
-        second; nothing if it is to be trusted.
+        """Why a recording must not be trusted that gave the first of each of ``pairs`` (logits, states) where the model
+        gave the second; empty where it may be trusted.
         """
         found, expected = pairs[0]
         if not self.rules.bound:
@@ -268,12 +268,12 @@ class ReplayCache(Generic[StepT, RecordingT]):
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """To the bit."""
+    """Whether two tensors are bit-identical."""
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _agree(found: Tensor, expected: Tensor, bound: float) -> bool:
-    """Whether logits are the same but for rounding. Infinite ones (a model may rule tokens out) must be the same."""
+    """Whether logits differ by rounding only. Infinite ones (of tokens that a model excludes) must be the same."""
     finite = expected.isfinite()
     if not torch.equal(finite, found.isfinite()) or not torch.equal(found[~finite], expected[~finite]):
         return False

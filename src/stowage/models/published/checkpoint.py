@@ -287,9 +287,9 @@ class _Reading:
                 raise UnsupportedModelError(f"{path} has experts whose inputs come first, which is not read.")
             return Kept({"": Part((*before, *shape), self.matrices.dtype, _spans(each, ""))})
         spec = first.spec
-        if several and spec.name == "fp8" and not spec.tall:
-            spec = replace(spec, tall=spec.outputs)
-        if several and (spec.name in ("gptq", "awq") or spec.outputs % max(1, spec.tall, 8 * spec.zeros)):
+        if several and spec.name == "fp8" and not spec.block_rows:
+            spec = replace(spec, block_rows=spec.outputs)
+        if several and (spec.name in ("gptq", "awq") or spec.outputs % max(1, spec.block_rows, 8 * spec.zeros)):
             return self._pieces(first.spec, each, experts, transposed)
         spec = replace(spec, outputs=shape[0])
         parts = {

@@ -130,10 +130,11 @@ class Matrices:
             raise CheckpointError(f"the checkpoint is incomplete: {name} has no scales. Download it again.")
         rows, columns = (*scales.shape, 1, 1)[:2] if scales.shape else (1, 1)
         block = self.method.block
-        tall = {1: 0, shape[0]: 1}.get(rows, block[0])
+        block_rows = {1: 0, shape[0]: 1}.get(rows, block[0])
         group = {1: 0}.get(columns, block[1])
         return Matrix(
-            {"codes": codes, "scales": scales}, Spec("fp8", shape[0], shape[1], group, tall, scale_dtype=scales.dtype)
+            {"codes": codes, "scales": scales},
+            Spec("fp8", shape[0], shape[1], group, block_rows, scale_dtype=scales.dtype),
         )
 
     def _compressed(self, base: str, shape: tuple[int, ...]) -> Matrix:

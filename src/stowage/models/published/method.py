@@ -110,9 +110,9 @@ class Method:
             group = _count(weights.get("group_size"))
             zeros = weights.get("symmetric") is False
             return Spec("int4", outputs, inputs, group, zeros=zeros, scale_dtype=dtype)
-        tall, group = self.block
+        block_rows, group = self.block
         channel = weights.get("strategy") == "channel" or self.name == "fbgemm_fp8"
-        return Spec("fp8", outputs, inputs, group, 1 if channel else tall)
+        return Spec("fp8", outputs, inputs, group, 1 if channel else block_rows)
 
     def _groups(self) -> list[Mapping[str, Any]]:
         return [group for group in _mapping(self.stated.get("config_groups")).values() if isinstance(group, Mapping)]

@@ -213,7 +213,7 @@ def unpacking_bytes(model: nn.Module, dtype: torch.dtype, at_once: bool = False)
 
 def _tile(spec: Spec, at_once: bool = False) -> int:
     """How many outputs are unpacked at a time."""
-    together = max(OUTPUTS_TOGETHER, spec.tall)
+    together = max(OUTPUTS_TOGETHER, spec.block_rows)
     return max(1, (_TILE_ELEMENTS_AT_ONCE if at_once else _TILE_ELEMENTS) // spec.inputs // together) * together
 
 

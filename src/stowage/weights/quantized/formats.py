@@ -7,7 +7,7 @@ scale and codes side by side, in one tensor of bytes; the others keep them in se
     mxfp4 (gpt-oss)      blocks    uint8 (outputs, inputs / 32, 16)
                          scales    uint8 (outputs, inputs / 32)
     fp8                  codes     float8_e4m3fn (outputs, inputs)
-                         scales    (outputs / tall, inputs / group), uint8: powers of two
+                         scales    (outputs / block_rows, inputs / group), uint8: powers of two
     int4 (compressed-    codes     int32 (outputs, inputs / 8)
         tensors)         scales    (outputs, inputs / group)
                          zeros     int32 (outputs / 8, inputs / group)
@@ -126,10 +126,10 @@ BLOCKS: Final = tuple(name for name, each in FORMATS.items() if each.ggml >= 0)
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A matrix of ``outputs`` x ``inputs`` in the format called ``name``.
+    """A matrix ``[outputs, inputs]`` in the format called ``name``.
 
-    ``group``: inputs that share a scale (fp8, int4, gptq, awq; 0 is all of them); ``tall``: outputs that do (fp8; 0 is
-    all of them). ``zeros``: whether there are zero points (int4; gptq and awq have them). ``scale_dtype``: of the
+    A scale is shared by ``group`` inputs (fp8, int4, gptq, awq; 0: all of them) and ``block_rows`` outputs (fp8; 0: all
+    of them). ``zeros``: whether there are zero points (int4; gptq and awq always have them). ``scale_dtype``: of the
     scales, where formats differ.
     """
 
@@ -137,7 +137,7 @@ class Spec:
     outputs: int
     inputs: int
     group: int = 0
-    tall: int = 1
+    block_rows: int = 1
     zeros: bool = False
     scale_dtype: torch.dtype = torch.float32
 
@@ -146,25 +146,25 @@ class Spec:
         return FORMATS[self.name]
 
     @property
-    def wide(self) -> int:
-        """Inputs that share a scale."""
+    def group_size(self) -> int:
+        """Inputs that share a scale, at least 1."""
         return self.group or self.inputs
 
     @property
-    def high(self) -> int:
-        """Outputs that share a scale."""
-        return self.tall or self.outputs
+    def rows_per_scale(self) -> int:
+        """Outputs that share a scale, at least 1."""
+        return self.block_rows or self.outputs
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each tensor, by its part; see the module. Raises CheckpointError for what does not fit."""
+        """Shape and type of each tensor, by its part; see the module. Raises CheckpointError for impossible sizes."""
         row, n, k = self.format.row_bytes(self.inputs), self.outputs, self.inputs
         if self.name in BLOCKS:
             return {"": ((n, row), torch.uint8)}
         if self.name == "mxfp4":
             return {"blocks": ((n, k // 32, 16), torch.uint8), "scales": ((n, k // 32), torch.uint8)}
-        groups = -(-k // self.wide)
+        groups = -(-k // self.group_size)
         if self.name == "fp8":
-            scales = (-(-n // self.high), groups)
+            scales = (-(-n // self.rows_per_scale), groups)
             return {"codes": ((n, k), torch.float8_e4m3fn), "scales": (scales, self.scale_dtype)}
         self._check_groups()
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -176,10 +176,10 @@ class Spec:
         return parts | {"zeros": ((groups, n // 8), torch.int32)}
 
     def _check_groups(self) -> None:
-        if self.wide % 32 or self.inputs % self.wide or (self.name != "int4" and self.outputs % 8):
+        if self.group_size % 32 or self.inputs % self.group_size or (self.name != "int4" and self.outputs % 8):
             raise CheckpointError(
-                f"a matrix of {self.outputs} x {self.inputs} in {self.name} with groups of {self.wide} is not read: "
-                "groups are whole, of a multiple of 32 inputs, and outputs a multiple of 8. Take the original "
+                f"a matrix of {self.outputs} x {self.inputs} in {self.name} with groups of {self.group_size} is not "
+                "read: groups are whole, of a multiple of 32 inputs, and outputs a multiple of 8. Take the original "
                 "checkpoint, or one with groups of 32, 64 or 128."
             )
 
@@ -240,9 +240,11 @@ def outputs_of(spec: Spec, parts: Mapping[str, Tensor], begin: int, end: int) ->
     """Outputs from ``begin``, a multiple of ``OUTPUTS_TOGETHER``, to ``end``, or all, as a matrix of their own."""
     cut = {part: values[begin:end] for part, values in parts.items()}
     if spec.name == "fp8":
-        assert spec.tall == 0 or begin % spec.tall == 0, "outputs with one scale stay together"
+        assert spec.block_rows == 0 or begin % spec.block_rows == 0, "outputs with one scale stay together"
         cut["scales"] = (
-            parts["scales"] if spec.tall == 0 else parts["scales"][begin // spec.tall : -(-end // spec.tall)]
+            parts["scales"]
+            if spec.block_rows == 0
+            else parts["scales"][begin // spec.block_rows : -(-end // spec.block_rows)]
         )
     elif spec.name in ("gptq", "awq"):
         eighth = slice(begin // 8, -(-end // 8))
@@ -257,7 +259,7 @@ def outputs_of(spec: Spec, parts: Mapping[str, Tensor], begin: int, end: int) ->
 
 def first_outputs(spec: Spec, parts: Mapping[str, Tensor]) -> tuple[Spec, dict[str, Tensor]]:
     """As few as can be cut off."""
-    return outputs_of(spec, parts, 0, min(spec.outputs, max(OUTPUTS_TOGETHER, spec.tall)))
+    return outputs_of(spec, parts, 0, min(spec.outputs, max(OUTPUTS_TOGETHER, spec.block_rows)))
 
 
 def _of_blocks(spec: Spec, raw: Tensor) -> Tensor:
@@ -276,10 +278,10 @@ def _mxfp4(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
 def _fp8(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
     given = parts["scales"]
     scales = (power_of(given) if given.dtype is torch.uint8 else given.float()).reshape(
-        -(-spec.outputs // spec.high), -1
+        -(-spec.outputs // spec.rows_per_scale), -1
     )
-    tall = scales.repeat_interleave(spec.high, dim=0)[: spec.outputs]
-    return parts["codes"].float() * tall.repeat_interleave(spec.wide, dim=1)[:, : spec.inputs]
+    rows = scales.repeat_interleave(spec.rows_per_scale, dim=0)[: spec.outputs]
+    return parts["codes"].float() * rows.repeat_interleave(spec.group_size, dim=1)[:, : spec.inputs]
 
 
 def _nibbles(words: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
@@ -289,7 +291,7 @@ def _nibbles(words: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) 
 
 
 def _int4(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
-    codes = _nibbles(parts["codes"], 1).float().view(spec.outputs, -1, spec.wide)
+    codes = _nibbles(parts["codes"], 1).float().view(spec.outputs, -1, spec.group_size)
     zeros: Tensor | float = 8.0
     if spec.zeros:
         zeros = _nibbles(parts["zeros"], 0)[: spec.outputs].float()[..., None]
@@ -314,7 +316,7 @@ def _awq(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _by_inputs(spec: Spec, parts: Mapping[str, Tensor], codes: Tensor, zeros: Tensor) -> Tensor:
-    grouped = codes.float().view(-1, spec.wide, spec.outputs)
+    grouped = codes.float().view(-1, spec.group_size, spec.outputs)
     return ((grouped - zeros.float()[:, None]) * parts["scales"].float()[:, None]).reshape(-1, spec.outputs).t()
 
 

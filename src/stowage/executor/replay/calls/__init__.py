@@ -1,1 +1,1 @@
-"""A CPU's decode steps as lists of calls."""
+"""Replay on a CPU: decode steps and prompts as lists of calls."""

@@ -1,12 +1,12 @@
 """Decode steps on a CPU as lists of calls: a ``ReplayBackend`` of the replay cache.
 
-A token of a small model takes a third of its time in what lies around the computation: modules that call modules,
-checks of their arguments, questions for shapes. For steps of single tokens all of that comes out the same every time.
-So one step is written down while the model computes it (``recording``), and later steps of as many tokens make the
-same calls with their own tensors.
+A token of a small model takes a third of its time in Python around the computation: modules that call modules, argument
+checks, shape queries. For steps of single tokens all of that has the same outcome every time. So one step is traced
+while the model computes it (``recording``), and later steps of as many tokens make the same calls with their own
+tensors.
 
-Owns how a step is handed to a list of calls, and the rules for trusting one: it must give the model's own bits, logits
-and recurrent states. A model that cannot be recorded runs through its own Python.
+Owns how a step's tensors are passed to a list of calls, and the rules for trusting one: its logits and recurrent states
+must be bit-identical to the model's. A model that cannot be traced runs its own Python code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused.recurrent_kernels import StateRows
 from stowage.executor.replay.backend import CaptureError, StepShape
 from stowage.executor.replay.cache import ReplayCache, Rules
-from stowage.executor.replay.calls.call_list import RecordedCalls, WrittenStep, listed
+from stowage.executor.replay.calls.call_list import RecordedCalls, TracedStep, listed
 from stowage.executor.replay.calls.hooks import Hooks
 from stowage.executor.replay.calls.position_tables import PositionTables
 from stowage.executor.replay.calls.recording import recorded
@@ -48,7 +48,7 @@ RULES: Final = Rules(
 )
 
 _POSITIONS: Final = 1
-"""Which of the tensors that a step is given has its tokens' positions."""
+"""Index of the positions in ``ModelStep.given``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class ModelStep:
     """A step of single tokens, as the model computes it.
 
     Args:
-        given: the tensors that every step has of its own, one number for each token in the first; the second has their
-            positions, (1, tokens), or (tokens, 1) where states are ``gathered``.
-        forward: the model's own code, while ``bound`` is open.
-        bound: gives the recurrent states as ``forward`` sees and changes them.
-        states: the same where they lie.
-        gathered: whether ``bound`` copies them, and copies them back.
+        given: the step's input tensors; the first has one number per token, the second the positions, (1, tokens), or
+            (tokens, 1) where states are ``gathered``.
+        forward: the model's own code, to be called while ``bound`` is open.
+        bound: the context in which ``forward`` reads and writes the recurrent states; yields them.
+        states: the same states as rows of their pools.
+        gathered: whether ``bound`` copies the states out of their pools, and back.
     """
 
     given: tuple[Tensor, ...]
@@ -72,9 +72,7 @@ class ModelStep:
 
 
 class CallBackend:
-    """Lists of calls of ``model``, whose forwards are computed in ``mode``. ``weights``: what brings those that are not
-    in memory for good.
-    """
+    """Traces and replays ``model``, whose forwards run in ``mode``. ``weights``: delivers offloaded weights."""
 
     def __init__(self, model: nn.Module, mode: RowInvariance | None, weights: WeightSource | None = None) -> None:
         self._model = model
@@ -82,7 +80,7 @@ class CallBackend:
         self._weights = weights
         self._hooks = Hooks(model, weights)
         self.arena = Arena()
-        """What programs work in."""
+        """The working memory of programs."""
         self._tables = PositionTables()
 
     def shape(self, step: ModelStep) -> StepShape:
@@ -94,24 +92,24 @@ class CallBackend:
         return step.states()
 
     def record(self, shape: StepShape, step: ModelStep) -> tuple[RecordedCalls, Tensor | None]:
-        """See ``ReplayBackend``; the step is computed on the way."""
-        logits, written = self.written(step)
+        """See ``ReplayBackend``; tracing computes the step."""
+        logits, traced = self.traced(step)
         try:
-            return (with_programs(written, self.arena) if kernels.is_built() else listed(written)), logits
+            return (with_programs(traced, self.arena) if kernels.is_built() else listed(traced)), logits
         except OffloadedError as error:
             raise CaptureError(f"what it computes with has gone when it is looked at: {error}") from error
 
-    def written(self, step: ModelStep) -> tuple[Tensor, WrittenStep]:
-        """The logits of ``step``, and the calls that it takes. Raises ``CaptureError``."""
+    def traced(self, step: ModelStep) -> tuple[Tensor, TracedStep]:
+        """The logits of ``step``, and its trace. Raises ``CaptureError``."""
         if self._hooks.there:
             raise CaptureError("its modules have hooks")
         moving = {id(one) for one in self._weights.moving} if self._weights is not None else ()
         kept = [one for one in (*self._model.parameters(), *self._model.buffers()) if id(one) not in moving]
         with step.bound() as states:
-            logits, written = recorded(step.forward, step.given, states, kept, self._mode)
+            logits, traced = recorded(step.forward, step.given, states, kept, self._mode)
         if self._mode is not None and self._mode.exact:
-            written = self._tables.looked_up(written, written.given[_POSITIONS], along=0 if step.gathered else 1)
-        return logits, written
+            traced = self._tables.looked_up(traced, traced.given[_POSITIONS], along=0 if step.gathered else 1)
+        return logits, traced
 
     def plain(self, step: ModelStep) -> Tensor:
         """The logits of ``step`` by the model's own code."""
@@ -119,11 +117,11 @@ class CallBackend:
             return step.forward()
 
     def replay(self, recording: RecordedCalls, step: ModelStep) -> Tensor:
-        """See ``ReplayBackend``. States that would be gathered are changed where they lie, if all calls can do that."""
+        """See ``ReplayBackend``. Gathered states are changed in their pools instead, if all calls can do that."""
         return self.again(partial(self._made, recording, step))
 
     def again(self, made: Callable[[], Tensor]) -> Tensor:
-        """What ``made`` gives, which is a step of the model that was written down."""
+        """What ``made``, a replay, returns; offloaded weights are delivered for it."""
         return made() if self._weights is None else self._weights.again(made)
 
     def _made(self, recording: RecordedCalls, step: ModelStep) -> Tensor:
@@ -133,16 +131,16 @@ class CallBackend:
             return recording.replay((*step.given, *states))
 
     def nbytes(self, recordings: Iterable[RecordedCalls]) -> int:
-        """A list keeps the model's own tensors, and numbers of Python; for its results see ``Arena``."""
+        """0: a list keeps references to the model's tensors, and Python numbers; its results are in the ``Arena``."""
         return 0
 
     def forget(self) -> None:
-        """Nothing is kept beside the lists."""
+        """Does nothing: there is no memory beside the lists."""
 
 
 RecordedSteps = ReplayCache[ModelStep, RecordedCalls]
 
 
 def recorded_steps(model: nn.Module, mode: RowInvariance | None, weights: WeightSource | None = None) -> RecordedSteps:
-    """The recorded steps of ``model``, whose forwards are computed in ``mode``, and whose ``weights`` may move."""
+    """A replay cache for the decode steps of ``model``; arguments as for ``CallBackend``."""
     return ReplayCache(CallBackend(model, mode, weights), RULES)

@@ -1,6 +1,6 @@
-"""A decode step as a list of calls: what is written down of it, and how the calls are made again.
+"""A traced step, and the list of calls that replays it.
 
-Owns the form of such a list, and how long each value is kept. ``recording`` writes them.
+Owns the form of both, and how long each value is kept. ``recording`` makes traces.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = [
     "PART",
     "WHOLE",
     "RecordedCalls",
-    "WrittenCall",
-    "WrittenStep",
+    "TracedCall",
+    "TracedStep",
     "arguments_of",
     "gather_list",
     "gather_tuple",
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """``values[result] = function(*pick(values))``; afterwards the values ``over`` are not needed any more."""
+    """``values[result] = function(*pick(values))``; afterwards the values ``over`` are dead."""
 
     function: Callable[..., Any]
     pick: Callable[[list[Any]], tuple[Any, ...]]
@@ -44,9 +44,9 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCalls:
-    """The calls of a step. ``values`` holds what never changes, and has room for the rest; ``given``: the indices of
-    a step's own tensors in it; ``result``: that of its logits; ``in_place``: the calls where states are given as
-    ``StateRows``; ``None``: some call needs them as tensors.
+    """The calls of a step. ``values``: the constants, with empty slots for all else; ``given``: the slots of a step's
+    input tensors; ``result``: the slot of its logits; ``in_place``: the calls for states that are passed as
+    ``StateRows``; ``None``: some call needs states as tensors.
     """
 
     calls: tuple[_Call, ...]
@@ -56,7 +56,7 @@ class RecordedCalls:
     in_place: tuple[_Call, ...] | None
 
     def replay(self, given: Sequence[Tensor | StateRows], *, in_place: bool = False) -> Tensor:
-        """Make the calls (``in_place``: those), and return the logits."""
+        """Make the calls, or those of ``in_place``, and return the logits."""
         values = list(self.values)
         for index, tensor in zip(self.given, given, strict=True):
             values[index] = tensor
@@ -73,10 +73,10 @@ class RecordedCalls:
 PART, WHOLE, ARRIVAL = "part of a tuple", "tuple of parts", "weights that come"
 
 
-class WrittenCall(NamedTuple):
-    """``values[result] = function(*(values[index] for index in arguments))``. ``name``: that of torch's function, if it
-    is one that leaves its arguments as they are, or ``"linear"`` of several layers; ``PART``, ``WHOLE``: it takes a
-    value out of a tuple, or makes a tuple of values; ``ARRIVAL``: it gives weights that are there for a while.
+class TracedCall(NamedTuple):
+    """``values[result] = function(*(values[index] for index in arguments))``. ``name``: of a torch function that does
+    not change its arguments; ``"linear"``: several linear layers; ``PART``, ``WHOLE``: takes a value out of a tuple, or
+    makes a tuple of values; ``ARRIVAL``: delivers offloaded weights, which are valid for a while.
     """
 
     function: Callable[..., Any]
@@ -86,13 +86,13 @@ class WrittenCall(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenStep:
-    """The calls of one step. ``values``, ``given`` and ``result`` as in ``RecordedCalls``; ``objects``: by their index,
-    the tensors of this very step; ``states``: indices of those that were given to be changed; ``idle``: results of
-    calls that do nothing where states are changed as they lie; ``None``: they cannot be.
+class TracedStep:
+    """The trace of one step. ``values``, ``given`` and ``result`` as in ``RecordedCalls``; ``objects``: by slot, the
+    tensors of the traced step itself; ``states``: slots of the inputs that the step changes; ``idle``: results of calls
+    that are left out where states are changed in their pools; ``None``: they cannot be.
     """
 
-    calls: tuple[WrittenCall, ...]
+    calls: tuple[TracedCall, ...]
     values: tuple[Any, ...]
     objects: dict[int, Any]
     given: tuple[int, ...]
@@ -101,8 +101,8 @@ class WrittenStep:
     idle: frozenset[int] | None
 
 
-def listed(step: WrittenStep) -> RecordedCalls:
-    """``step`` as calls that can be made again."""
+def listed(step: TracedStep) -> RecordedCalls:
+    """``step`` as a list that can be replayed."""
     last = {index: at for at, call in enumerate(step.calls) for index in (*call.arguments, call.result)}
     made = {call.result for call in step.calls} | set(step.given)
     over: dict[int, list[int]] = {}
@@ -119,12 +119,12 @@ def listed(step: WrittenStep) -> RecordedCalls:
 
 
 def linears(x: Tensor, *weights: Tensor) -> list[Tensor]:
-    """Linear layers with one input, in one call of the kernels."""
+    """Several linear layers of one input, in one call of the kernels."""
     return kernels.linears(x, [kernels.of_plain(weight) for weight in weights])
 
 
 def arguments_of(function: Any, given: Sequence[Any]) -> tuple[Any, list[Any], dict[str, Any]]:
-    """The function that was called, and with what, if ``function`` was written down and is given these."""
+    """The function behind a traced ``function``, with the arguments that it gets for ``given``."""
     args, named = list(given), {}
     if isinstance(function, partial) and function.func is with_names:
         function, names = function.args
@@ -145,7 +145,7 @@ def gather_tuple(*values: Any) -> tuple[Any, ...]:
 
 
 def with_names(function: Callable[..., Any], names: tuple[str, ...], *values: Any) -> Any:
-    """``function`` of ``values``, of which the first have these ``names``."""
+    """Calls ``function``; the first of ``values`` are its keyword arguments ``names``, the others are positional."""
     return function(*values[len(names) :], **dict(zip(names, values, strict=False)))
 
 

@@ -1,8 +1,8 @@
-"""Hooks that others have put on a model. Lists of calls would not call them: while there are any, it computes as it is
-written.
+"""Detects hooks that users have put on a model's modules. A replay would not call them, so while there are any, the
+model's own code runs.
 
-Owns that question, which is asked before each step and so must cost next to nothing: torch numbers all hooks, and only
-where there are new ones, or were some, modules are looked at.
+This is checked before each step, so it must cost next to nothing: torch numbers all hooks, and the modules are
+inspected only where that number has grown, or where there were hooks before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Hooks"]
 
 
 class Hooks:
-    """Those on the modules of ``model``, but for those that bring its ``weights``."""
+    """The hooks on the modules of ``model``, except those that deliver its ``weights``."""
 
     def __init__(self, model: nn.Module, weights: WeightSource | None) -> None:
         self._model, self._weights = model, weights

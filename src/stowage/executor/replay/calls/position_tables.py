@@ -1,13 +1,13 @@
-"""What a step computes of its tokens' positions alone, the cosines and sines of rotary embeddings above all: looked up.
+"""Tables of what a step computes from positions alone, above all the cosines and sines of rotary embeddings.
 
     positions -> float, times frequencies, cat, cos, times, to bfloat16   ->   a row of a table for each token
                                            sin, times, to bfloat16
 
-These are some dozen calls of a step that compute next to nothing. The table of a model is made by those very calls, for
-many positions at once, so its rows have their bits if a row depends on its own position only: that is tried before the
-table is used, with positions in another order and among others, and by each recording with its own numbers. Calls that
-fail stay as they are; so do those of complex numbers, and of modes in which bits may depend on what lies beside them.
-Positions beyond what the table may take are computed as they were written down.
+These are some dozen calls of a step that compute next to nothing. A model's table is made by these same calls, for many
+positions at once. That is bit-identical if a row depends on its own position only, which is tested before the table is
+used: with positions in another order and among others, and by each recording with its own positions. Calls that fail
+the test are not replaced; nor are those of complex numbers, or of modes in which bits may depend on neighbours.
+Positions beyond the table are computed by the traced calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stowage.executor.replay.calls.call_list import PART, WHOLE, WrittenCall, WrittenStep
+from stowage.executor.replay.calls.call_list import PART, WHOLE, TracedCall, TracedStep
 from stowage.executor.replay.calls.recordable import ALLOWED, flat
 
 __all__ = ["PositionTables"]
@@ -29,14 +29,14 @@ _BYTES_MOST: Final = 8 << 20
 """Of a model's table: 16,384 positions of heads of 128 numbers in bfloat16."""
 _ROWS_LEAST: Final = 256
 _CALLS_LEAST: Final = 4
-"""Fewer calls take no longer than looking up what they give."""
+"""Fewer calls take no longer than a look-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """Those of a step that depend on the value ``positions`` alone; ``results``: what others ask of them."""
+    """The calls of a step that depend on the value ``positions`` alone; ``results``: those that other calls use."""
 
-    calls: tuple[WrittenCall, ...]
+    calls: tuple[TracedCall, ...]
     values: tuple[Any, ...]
     positions: int
     results: tuple[int, ...]
@@ -50,25 +50,25 @@ class _Calls:
 
 
 class PositionTables:
-    """The table of one model, of which the first recording that can makes it. One thread uses it."""
+    """The table of one model, made by the first recording that has such calls. One thread uses it."""
 
     def __init__(self) -> None:
         self._made_by: _Calls | None = None
         self._along = 1
         self._dims: list[int] = []
-        """Along which dimension of each result there is a row for each position."""
+        """For each result, the dimension along which there is a row for each position."""
         self._results: list[Tensor] = []
         """The table, a tensor for each result: rows of positions from 0 on."""
         self._row_bytes = 0
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Memory of the table."""
         return sum(one.nbytes for one in self._results)
 
-    def looked_up(self, step: WrittenStep, positions: int, along: int) -> WrittenStep:
-        """``step`` with one call in the place of all that depend on the value ``positions`` alone, a tensor of two
-        dimensions, the tokens ``along`` one of them. As it was, where that call would not give the same numbers.
+    def looked_up(self, step: TracedStep, positions: int, along: int) -> TracedStep:
+        """``step`` with one look-up instead of all calls that depend on the value ``positions`` alone, a tensor of two
+        dimensions with the tokens ``along`` one of them. Unchanged where the look-up would not give the same numbers.
         """
         own, fixed = _depending(step, positions)
         if len(own) < _CALLS_LEAST:
@@ -78,22 +78,22 @@ class PositionTables:
         if not self._serves(found, step, along):
             return step
         together, first = len(step.values), min(own)
-        asked = [WrittenCall(itemgetter(n), (together,), index, PART) for n, index in enumerate(found.results)]
+        asked = [TracedCall(itemgetter(n), (together,), index, PART) for n, index in enumerate(found.results)]
         rest = [call for number, call in enumerate(step.calls) if number > first and number not in own]
-        made = [*step.calls[:first], WrittenCall(self.rows, (positions,), together), *asked, *rest]
+        made = [*step.calls[:first], TracedCall(self.rows, (positions,), together), *asked, *rest]
         objects = step.objects | {together: tuple(step.objects[index] for index in found.results)}
         return replace(step, calls=_needed(made, step.result), values=(*step.values, None), objects=objects)
 
     def rows(self, positions: Tensor) -> list[Tensor]:
-        """What the calls give for ``positions``."""
+        """The results of the calls for ``positions``."""
         if not self._reaches(int(positions.numpy().max())):  # torch takes longer for so few
             assert self._made_by is not None, "who looks up has seen the table"
             return self._made_by(positions)
         wanted = positions.view(-1)
         return [one.index_select(dim, wanted) for one, dim in zip(self._results, self._dims, strict=True)]
 
-    def _serves(self, calls: _Calls, step: WrittenStep, along: int) -> bool:
-        """Whether the table has what ``calls`` gave in ``step``."""
+    def _serves(self, calls: _Calls, step: TracedStep, along: int) -> bool:
+        """Whether the table has the results of ``calls`` in ``step``."""
         here = step.objects[calls.positions]
         found: list[Any] = [step.objects.get(index) for index in calls.results]
         if not found or not all(isinstance(one, Tensor) for one in found):
@@ -105,12 +105,12 @@ class PositionTables:
         return all(_same(*pair) for pair in zip(self.rows(here), found, strict=True))
 
     def _begin(self, calls: _Calls, here: Tensor, found: Sequence[Any], along: int) -> bool:
-        """Whether each row is its own position's: others beside it, and in another order, make no difference."""
+        """Make the table. Returns whether each row depends on its own position only, not on its neighbours or order."""
         count = here.numel()
         order = torch.cat([here.reshape(-1).flip(0), here.new_zeros(1)])
         try:
             tried = calls(order.unsqueeze(1 - along))
-        except (RuntimeError, TypeError, IndexError):  # it was written down for so many tokens
+        except (RuntimeError, TypeError, IndexError):  # the trace works for its own number of tokens only
             return False
         dims = [_dim(one, other, count) for one, other in zip(found, tried, strict=True)]
         for one, other, dim in zip(found, tried, dims, strict=True):
@@ -122,7 +122,7 @@ class PositionTables:
         return True
 
     def _reaches(self, position: int) -> bool:
-        """Whether there is a row for ``position``, now or already."""
+        """Whether the table has a row for ``position``; it grows where it may."""
         if position < self._results[0].shape[self._dims[0]]:
             return True
         rows = max(_ROWS_LEAST, 1 << position.bit_length())
@@ -132,13 +132,13 @@ class PositionTables:
         return True
 
 
-def _depending(step: WrittenStep, positions: int) -> tuple[set[int], set[int]]:
-    """The calls of ``step`` that depend on ``positions`` and on nothing else that is the step's own, and those that
-    they need which are the same in every step. Views that only others look at are not among them.
+def _depending(step: TracedStep, positions: int) -> tuple[set[int], set[int]]:
+    """The calls of ``step`` that depend on ``positions`` and no other input, and the constant calls that they need.
+    Views that only other calls use are not among them.
     """
     unknown = ({*step.given, *step.states} | {call.result for call in step.calls}) - {positions}
     changed = {_storage(one) for call in step.calls if not _is_pure(call) for one in _tensors(step, call)}
-    changed.discard(_storage(step.objects[positions]))  # what a step is given it may not change
+    changed.discard(_storage(step.objects[positions]))  # a step does not change its inputs
     depends = {positions}
     found: list[int] = []
     for number, call in enumerate(step.calls):
@@ -163,15 +163,15 @@ def _depending(step: WrittenStep, positions: int) -> tuple[set[int], set[int]]:
     return own, fixed
 
 
-def _asked(step: WrittenStep, numbers: set[int]) -> tuple[int, ...]:
+def _asked(step: TracedStep, numbers: set[int]) -> tuple[int, ...]:
     """The results of the calls ``numbers`` that others need."""
     others = {index for n, call in enumerate(step.calls) if n not in numbers for index in call.arguments}
     others.add(step.result)
     return tuple(index for index in (step.calls[number].result for number in sorted(numbers)) if index in others)
 
 
-def _needed(calls: Sequence[WrittenCall], result: int) -> tuple[WrittenCall, ...]:
-    """``calls`` without those that only give what nothing needs any more."""
+def _needed(calls: Sequence[TracedCall], result: int) -> tuple[TracedCall, ...]:
+    """``calls`` without those whose results nothing needs any more."""
     wanted, kept = {result}, []
     for call in reversed(calls):
         if not _is_pure(call) or call.result in wanted:
@@ -180,23 +180,23 @@ def _needed(calls: Sequence[WrittenCall], result: int) -> tuple[WrittenCall, ...
     return tuple(reversed(kept))
 
 
-def _is_pure(call: WrittenCall) -> bool:
-    """Whether it does nothing but give a result, which depends on its arguments alone."""
+def _is_pure(call: TracedCall) -> bool:
+    """Whether the call is a pure function of its arguments."""
     return call.name in ALLOWED or call.name in (PART, WHOLE)
 
 
-def _is_view(step: WrittenStep, call: WrittenCall) -> bool:
+def _is_view(step: TracedStep, call: TracedCall) -> bool:
     found = step.objects.get(call.result)
     return isinstance(found, Tensor) and _storage(found) in map(_storage, _tensors(step, call))
 
 
 def _is_complex(found: Any) -> bool:
-    """Whether it is a tensor of complex numbers: torch multiplies them in ways that round differently."""
+    """Whether it is a complex tensor: torch multiplies these in ways that round differently."""
     return isinstance(found, Tensor) and found.is_complex()
 
 
-def _tensors(step: WrittenStep, call: WrittenCall) -> list[Tensor]:
-    """Those among its arguments."""
+def _tensors(step: TracedStep, call: TracedCall) -> list[Tensor]:
+    """The tensors among the call's arguments."""
     values = [step.objects.get(index, step.values[index]) for index in call.arguments]
     return [value for value in flat(values) if isinstance(value, Tensor)]
 
@@ -210,7 +210,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _dim(one: Tensor, more: Tensor, count: int) -> int:
-    """The dimension in which ``one`` has ``count`` rows and ``more`` one more, if that is all; else -1."""
+    """The only dimension in which the shapes differ, ``one`` having ``count`` rows and ``more`` one more; else -1."""
     if one.dim() != more.dim() or one.dtype is not more.dtype:
         return -1
     other = [dim for dim in range(one.dim()) if one.shape[dim] != more.shape[dim]]

@@ -1,13 +1,13 @@
 """Prompts on a CPU as lists of calls: a ``ReplayBackend`` of the replay cache.
 
-A prompt makes the same calls whatever its tokens are, and however many: only numbers differ, along with its rows. So
-short parts of it are written down, of three lengths, and become one list for any (``programs.any_rows``).
+A prompt makes the same calls whatever its tokens are, and however many: only sizes differ, linearly with its rows. So
+short parts of it, of three lengths, are traced and merged into one list for any length (``programs.any_rows``).
 
-    step of 3 sequences, 900 rows    ->   7, 11 and 13 tokens more than the least are written down, 40 are tried
+    step of 3 sequences, 900 rows    ->   parts of 7, 11 and 13 tokens more than the least are traced, 40 are tried
 
-Owns which parts these are, and that a list is trusted which gives the model's bits for one that is several times as
-long. For each number of sequences there is one list. What is computed for it, the step computes once more: a token's
-bits are its own, so its keys stay what they are.
+Owns which parts these are, and the trial: a list is trusted if it is bit-identical to the model for a part that is
+several times as long. There is one list for each number of sequences. The step then computes the traced tokens again;
+a token's bits do not depend on its neighbours, so its keys stay the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stowage.executor.replay.backend import CaptureError, StepShape
 from stowage.executor.replay.cache import ReplayCache, Rules
 from stowage.executor.replay.calls.backend import CallBackend, ModelStep, RecordedSteps
 from stowage.executor.replay.programs.any_rows import RecordedRows, for_any_rows
-from stowage.executor.replay.programs.writer import sketched
+from stowage.executor.replay.programs.writer import planned
 
 __all__ = ["LEAST", "PromptStep", "RecordedPrompts", "is_known", "recorded_prompts"]
 
@@ -35,7 +35,7 @@ _WRITTEN: Final = (7, 11, 13)
 _TRIED: Final = 40
 _KNOWN: Final = frozenset({"transformers", "torch", "stowage"})
 LEAST: Final = _TRIED
-"""So many tokens the longest run of a step must have, so that its parts can be written down and tried."""
+"""Tokens that the longest sequence of a step must have, so that its parts can be traced and tried."""
 
 _STEPS_BEFORE: Final = 6
 """Recording takes about as long as it saves in ten prompts of 512 tokens (SmolLM2: 230 ms), or eight of 40."""
@@ -55,12 +55,12 @@ _RULES: Final = Rules(
 
 @dataclass(frozen=True, slots=True)
 class PromptStep:
-    """A step with prompts, of so many ``sequences``.
+    """A step with prompts, of ``sequences`` sequences.
 
     Args:
         given: see ``ModelStep``.
-        part: the step with so many tokens of its longest run, and two of others, as ``batch.current`` and as the model
-            computes it.
+        part: a context that makes a part of the step ``batch.current``, and yields it: the given number of tokens of
+            the longest sequence, and two of each other.
     """
 
     sequences: int
@@ -69,7 +69,7 @@ class PromptStep:
 
 
 class _PromptBackend:
-    """``calls``: what writes steps of the same model down."""
+    """``calls``: the backend that traces steps of the same model."""
 
     def __init__(self, calls: CallBackend) -> None:
         self._calls = calls
@@ -84,13 +84,13 @@ class _PromptBackend:
 
     def record(self, shape: StepShape, step: PromptStep) -> tuple[RecordedRows, None]:
         """See ``ReplayBackend``."""
-        sketches, rows = [], []
+        plans, rows = [], []
         for tokens in _WRITTEN:
             with step.part(tokens) as part:
-                written = self._calls.written(part)[1]
-                sketches.append(sketched(written, self._calls.arena, any_rows=True))
+                traced = self._calls.traced(part)[1]
+                plans.append(planned(traced, self._calls.arena, any_rows=True))
                 rows.append(len(part.given[0]))
-        found = for_any_rows(sketches, rows)
+        found = for_any_rows(plans, rows)
         with step.part(_TRIED) as part:
             try:
                 replayed = self._calls.again(partial(found.replay, part.given))
@@ -105,24 +105,24 @@ class _PromptBackend:
         return self._calls.again(partial(recording.replay, step.given))
 
     def nbytes(self, recordings: Iterable[RecordedRows]) -> int:
-        """A list keeps numbers; what it computes with is there for a step."""
+        """0: a list keeps numbers only."""
         return 0
 
     def forget(self) -> None:
-        """Nothing is kept beside the lists."""
+        """Does nothing: there is no memory beside the lists."""
 
 
 RecordedPrompts = ReplayCache[PromptStep, RecordedRows]
 
 
 def is_known(model: nn.Module) -> bool:
-    """Whether it is made of classes of which it is known that they do the same for any number of tokens: code of users
-    may do something else for more than are tried.
+    """Whether all modules are of libraries that are known to do the same for any number of tokens. Users' own code may
+    do something else for more tokens than are tried.
     """
     return all(type(module).__module__.partition(".")[0] in _KNOWN for module in model.modules())
 
 
 def recorded_prompts(steps: RecordedSteps) -> RecordedPrompts:
-    """The recorded prompts of the model that these are the ``steps`` of."""
+    """A replay cache for the prompts of the model whose decode steps ``steps`` replays."""
     assert isinstance(steps.backend, CallBackend), "lists of calls are made by this"
     return ReplayCache(_PromptBackend(steps.backend), _RULES)

@@ -1,5 +1,5 @@
-"""Which functions of torch may be in a list of calls, by their names: what they give depends on nothing but their
-arguments, and has the same shape for arguments of the same shape.
+"""The torch functions, by name, that may be in a list of calls: their results depend on nothing but their arguments,
+and have the same shape for arguments of the same shape.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ READS = frozenset(
     "__get__ __len__ size dim stride numel nelement ndimension element_size is_contiguous is_floating_point is_complex "
     "storage_offset get_device _set_grad_enabled".split()
 )
-"""What says something of a tensor's form, or only matters where gradients are kept. ``__get__``: its properties."""
+"""Functions that return a tensor's metadata, or matter for gradients only. ``__get__``: its properties."""
 
 MAKERS = frozenset("arange ones zeros full eye tensor".split())
 MAKERS_LIKE = frozenset(
     "ones_like zeros_like full_like empty_like new_zeros new_ones new_full new_empty "
     "repeat repeat_interleave one_hot".split()
 )
-"""What makes as much as its arguments say, or those after the first: no tensors, which could say something else."""
+"""Functions whose arguments, or those after the first, are the result's shape: these must be numbers, not tensors."""
 
 ALLOWED = (
     MAKERS
@@ -47,22 +47,22 @@ ALLOWED = (
     """.split()
     )
 )
-"""By name: none changes its arguments, or gives a result whose shape depends on numbers in them."""
+"""None of these changes its arguments, or has a result whose shape depends on their values."""
 
 IN_PLACE = frozenset(
     "add_ sub_ mul_ div_ pow_ clamp_ exp_ neg_ sigmoid_ masked_fill_ copy_ zero_ fill_ scatter_ scatter_add_ "
     "index_add_ __setitem__ __iadd__ __isub__ __imul__ __itruediv__".split()
 )
-"""What changes its first argument, which must be the step's own."""
+"""Functions that change their first argument, which must be made in the step."""
 
 
 def has_tensor(value: Any) -> bool:
-    """Whether it is one, or has one in it."""
+    """Whether the value is a tensor, or contains one."""
     return any(isinstance(part, Tensor) for part in flat([value]))
 
 
 def flat(values: Any) -> Iterator[Any]:
-    """All that is in ``values``, and in what is in them."""
+    """All leaves of nested containers."""
     for value in values:
         if isinstance(value, (tuple, list)):
             yield from flat(value)
@@ -75,5 +75,5 @@ def flat(values: Any) -> Iterator[Any]:
 
 
 def is_mask(part: Any) -> bool:
-    """Whether it picks by yes and no."""
+    """Whether an index is a boolean mask."""
     return isinstance(part, bool) or (isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8))

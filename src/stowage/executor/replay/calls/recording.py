@@ -1,10 +1,10 @@
-"""What a model calls in a step, as a list of calls that can be replayed without the model's own Python.
+"""Traces a step: the calls of torch, the kernels and the pool that a model makes, without the model's own Python.
 
-Owns what may be in such a list: functions that are known to depend on nothing but their arguments, and whose results
-have the same shape for arguments of the same shape. A model that does anything else is refused: it asks a tensor for a
-number, changes a tensor that outlives the step, or uses one that is neither its parameter nor made in the step. A call
-of the kernels, the pool or attention is one entry, whatever it does inside (``one_call``); they read the current step.
-Weights that come and go are brought and taken back by calls of the list, between which they are the result of a call.
+Owns what may be in a trace: functions that are known to depend on nothing but their arguments, and whose results have
+the same shape for arguments of the same shape. A model is refused that does anything else: that reads a tensor's value,
+changes a tensor that outlives the step, or uses one that is neither its parameter nor made in the step. A call of the
+kernels, the pool or attention is one entry, whatever it does inside (``one_call``); these read ``batch.current``.
+Offloaded weights are delivered and released by calls of the trace, between which they are the result of a call.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from stowage.executor.replay.calls.call_list import (
     ARRIVAL,
     PART,
     WHOLE,
-    WrittenCall,
-    WrittenStep,
+    TracedCall,
+    TracedStep,
     gather_list,
     gather_tuple,
     linears,
@@ -52,8 +52,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def one_call(function: _Function, *, in_place: bool = False) -> _Function:
-    """``function`` is one call of a list, whatever it does inside: it may depend on the step, and on nothing else that
-    changes. ``in_place``: it takes states wherever they lie (``StateRows``).
+    """Decorator: ``function`` is one call of a trace, whatever it does inside. It may depend on ``batch.current``, and
+    on nothing else that changes. ``in_place``: it also takes states as rows of their pools (``StateRows``).
     """
 
     @wraps(function)
@@ -67,8 +67,8 @@ def one_call(function: _Function, *, in_place: bool = False) -> _Function:
 
 
 class _Recording(TorchFunctionMode):
-    """Writes down what is called. ``given``: the step's own tensors; ``states``: those that it changes; ``kept``: by
-    ``id``, what stays as it is; ``mode``: what is computed otherwise than torch does.
+    """Traces calls. ``given``: the step's input tensors; ``states``: inputs that it changes; ``kept``: constants, by
+    ``id``; ``mode``: computes some functions in another way than torch does.
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class _Recording(TorchFunctionMode):
         self._why: str | None = None
         self._x: Tensor | None = None
         self._ready: dict[int, Tensor] = {}
-        """By weight: what fused linear layers gave for ``_x`` already."""
+        """By ``id`` of weights: results of fused linear layers that were computed for ``_x`` already."""
         self._values: list[Any] = []
         self._index_of: dict[int, int] = {}
         self._shown: dict[int, Tensor] = {}
-        """By ``id`` of weights that are there for a while: what stands for them."""
+        """By ``id`` of delivered weights: the tensors that stand for them in the trace."""
         self._objects: dict[int, Any] = {}
-        """By index: everything that has an ``id`` of its own, so that no other one gets it."""
-        self._calls: list[WrittenCall] = []
+        """By slot: the traced objects, kept alive so that no other object gets their ``id``."""
+        self._calls: list[TracedCall] = []
         self._in_place: set[int] = set()
-        """Of the calls, those that take states wherever they lie."""
+        """The calls that take states as rows of their pools."""
         self._idle: set[int] = set()
-        """Those that do nothing: a copy of a tensor to itself, a conversion to the type that it has."""
+        """The calls without effect: a copy of a tensor to itself, a conversion to the type that it has."""
         self._given = tuple(self._put(tensor, None) for tensor in (*given, *states))
         self._states = frozenset(self._given[len(given) :])
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in (*given, *kept.values())}
@@ -114,7 +114,7 @@ class _Recording(TorchFunctionMode):
         return self._did(function, args, kwargs, function(*args, **kwargs), name="" if changes else name)
 
     def _against(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], changes: bool) -> str:
-        """Why this call, which ``changes`` its first argument, cannot be in a list, if it cannot."""
+        """Why this call cannot be in a trace; empty where it can. ``changes``: it changes its first argument."""
         counts = [*args[name in MAKERS_LIKE :], *kwargs.values()]
         elsewhere = kwargs.get("out") is not None
         if name not in (IN_PLACE if changes else ALLOWED) or elsewhere or (name == "where" and not args[2:]):
@@ -131,7 +131,7 @@ class _Recording(TorchFunctionMode):
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False
     ) -> Any:
-        """Call ``function``, and write it down as one call; ``in_place``: as in ``one_call``."""
+        """Call ``function``, and trace it as one call; ``in_place``: as in ``one_call``."""
         token = _recording.set(None)
         try:
             with torch._C.DisableTorchFunction():
@@ -141,8 +141,8 @@ class _Recording(TorchFunctionMode):
         return self._did(function, args, kwargs, found, in_place)
 
     def arrive(self, bring: Bring, given: Sequence[Any], weights: Sequence[nn.Parameter]) -> Any:
-        """See ``ForwardWriter``. What shows the weights at the moment stands for them in what is written down: later
-        in the step their memory is that of others.
+        """See ``ForwardWriter``. The delivered tensors stand for the weights in the trace until ``leave``: later in the
+        step their memory belongs to other weights.
         """
         given = [value for value in given if isinstance(value, Tensor)]
         with torch._C.DisableTorchFunction():
@@ -151,11 +151,11 @@ class _Recording(TorchFunctionMode):
         self._shown |= {id(weight): one for weight, one in zip(weights, shown, strict=True)}
         indices = tuple(self._bind(value) for value in given)
         together = self._put((found, *shown), None)
-        self._calls.append(WrittenCall(partial(_arrive, bring, weights), indices, together, ARRIVAL))
+        self._calls.append(TracedCall(partial(_arrive, bring, weights), indices, together, ARRIVAL))
         for at, (part, stands_for_it) in enumerate(zip((found, *weights), (found, *shown), strict=True)):
             if part is not None:
                 index = self._index_of[id(part)] = self._put(stands_for_it, None)
-                self._calls.append(WrittenCall(itemgetter(at), (together,), index, PART))
+                self._calls.append(TracedCall(itemgetter(at), (together,), index, PART))
         return found
 
     def leave(self, take_back: Callable[[], None], weights: Sequence[nn.Parameter]) -> None:
@@ -168,7 +168,7 @@ class _Recording(TorchFunctionMode):
             self._shown.pop(id(weight), None)
 
     def _together(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """What a linear layer gives, if it is known which ones are computed with it: all of them are, now."""
+        """The result of a linear layer that belongs to a known group, all of which is computed at once; else None."""
         found = self._ready.pop(id(weight), None) if x is self._x else None
         if found is not None:
             return found
@@ -188,7 +188,7 @@ class _Recording(TorchFunctionMode):
         in_place: bool = False,
         name: str = "",
     ) -> Any:
-        """Write down that ``function`` was called and gave ``found``; ``name``: as in ``WrittenCall``."""
+        """Trace that ``function`` was called and returned ``found``; ``name``: as in ``TracedCall``."""
         idle = (
             bool(args)
             and found is args[0]
@@ -206,33 +206,33 @@ class _Recording(TorchFunctionMode):
         if idle:
             self._idle.add(len(self._calls))
         if isinstance(found, Tensor):
-            self._calls.append(WrittenCall(function, indices, self._put(found, None), name))
+            self._calls.append(TracedCall(function, indices, self._put(found, None), name))
         elif isinstance(found, (tuple, list)):
             together = self._put(found, None)
-            self._calls.append(WrittenCall(function, indices, together, name))
+            self._calls.append(TracedCall(function, indices, together, name))
             for at, part in enumerate(found):
                 if isinstance(part, Tensor) and id(part) not in self._index_of:
-                    self._calls.append(WrittenCall(itemgetter(at), (together,), self._put(part, None), PART))
+                    self._calls.append(TracedCall(itemgetter(at), (together,), self._put(part, None), PART))
         elif found is None:
             self._values.append(None)
-            self._calls.append(WrittenCall(function, indices, len(self._values) - 1))
+            self._calls.append(TracedCall(function, indices, len(self._values) - 1))
         else:
             raise self._refuse(f"it asks for {getattr(function, '__name__', function)}")
         return found
 
-    def end(self, logits: Tensor) -> WrittenStep:
-        """What was written down; ``logits`` are what it was for."""
-        if self._why is not None:  # the model has caught what was raised, and gone another way
+    def end(self, logits: Tensor) -> TracedStep:
+        """The trace; ``logits``: its result."""
+        if self._why is not None:  # the model has caught the CaptureError and gone on
             raise CaptureError(self._why)
         result = self._index_of.get(id(logits))
         if result is None:
             raise self._refuse("its logits do not come from a recorded call")
         calls, values = tuple(self._calls), tuple(self._values)
-        return WrittenStep(calls, values, self._objects, self._given, self._states, result, self._idle_where_they_lie())
+        return TracedStep(calls, values, self._objects, self._given, self._states, result, self._idle_where_they_lie())
 
     def _idle_where_they_lie(self) -> frozenset[int] | None:
-        """Results of calls that do nothing, and are not made, if states are not gathered. ``None``: other calls ask for
-        states, or for what such a one gave.
+        """Results of calls that are left out if states are not gathered. ``None``: other calls need states as tensors,
+        or the results of such calls.
         """
         taken = set(self._states)
         idle: set[int] = set()
@@ -251,7 +251,7 @@ class _Recording(TorchFunctionMode):
         return CaptureError(why)
 
     def _bind(self, value: Any) -> int:
-        """The index of an argument."""
+        """The slot of an argument."""
         if isinstance(value, Tensor):
             index = self._index_of.get(id(value))
             if index is None:
@@ -263,7 +263,7 @@ class _Recording(TorchFunctionMode):
             gathered = gather_list if isinstance(value, list) else gather_tuple
             indices = tuple(self._bind(part) for part in value)
             index = self._put(value, None)
-            self._calls.append(WrittenCall(gathered, indices, index, WHOLE))
+            self._calls.append(TracedCall(gathered, indices, index, WHOLE))
             return index
         if has_tensor(value):
             raise self._refuse(f"it hands tensors over in a {type(value).__name__}")
@@ -271,7 +271,7 @@ class _Recording(TorchFunctionMode):
         return len(self._values) - 1
 
     def _put(self, value: Any, now: Any) -> int:
-        """An index for ``value``; ``now``: what is there from the beginning."""
+        """A slot for ``value``; ``now``: the slot's initial content."""
         self._values.append(now)
         self._objects[len(self._values) - 1] = self._shown.get(id(value), value)
         self._index_of[id(value)] = len(self._values) - 1
@@ -284,10 +284,10 @@ def recorded(
     states: Sequence[Tensor],
     kept: Sequence[Tensor],
     mode: RowInvariance | None,
-) -> tuple[Tensor, WrittenStep]:
-    """What ``forward`` gives, and the calls that it makes for that. ``given``: tensors that every step has of its own;
-    ``states``: more of them, which it may change; ``kept``: what stays as it is; ``mode``: what is computed otherwise
-    than torch does. Raises ``CaptureError``, perhaps after some of the calls were made.
+) -> tuple[Tensor, TracedStep]:
+    """The result of ``forward``, and its trace. ``given``: the step's input tensors; ``states``: inputs that it may
+    change; ``kept``: constants; ``mode``: computes some functions in another way than torch does. Raises
+    ``CaptureError``, possibly after part of ``forward`` has run.
     """
     recording = _Recording(given, states, {id(tensor): tensor for tensor in kept}, mode)
     token = _recording.set(recording)

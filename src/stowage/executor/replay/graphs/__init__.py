@@ -1,1 +1,1 @@
-"""A device's decode steps as graphs."""
+"""Replay on a device: decode steps as graphs."""

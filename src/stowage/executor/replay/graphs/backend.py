@@ -3,9 +3,9 @@
 A decode step of a small model is hundreds of kernels of a few microseconds each, and starting them takes the host
 longer than the device needs for them. A recorded step is started as one.
 
-Owns the recordings of ``static_steps``, and the rules for trusting one. It is made with padding alone, so nothing of a
-sequence is touched, and whatever a model does with numbers on the host is frozen with other numbers than those of the
-first real step.
+Owns the recordings of ``static_steps``, and the rules for trusting one. Recording uses padding only: it touches no
+sequence, and values that a model reads to the host are frozen with other values than those of the first real step, so
+that the trial notices.
 
 Bytes: static inputs and what recordings take are counted. The limit is taken from the device's KV budget (``budget``).
 """
@@ -33,15 +33,16 @@ __all__ = ["GraphBackend", "Graphs", "rules"]
 
 GRAPHS_MAX = 96
 BOUND = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""By how much logits may differ from the plain step's, as a share of the largest: rows of other batches are rounded
-otherwise.
+"""By how much logits may differ from the plain step's, relative to the largest: batches of other sizes are rounded
+differently.
 """
 
 
 def rules(dtype: torch.dtype, *, exact: bool = False) -> Rules:
-    """For a model that computes in ``dtype``; ``exact``: in steps of the same shape (``StaticSteps.compute``), and no
-    bit may differ. A recording takes as long as a few steps, and some shapes only pass by.
-    In some trials a router of experts that was near a tie may choose another one, or the host may be busy.
+    """The rules for a model that computes in ``dtype``. ``exact``: the model computes steps of the same shape
+    (``StaticSteps.compute``), and no bit may differ. Several warm steps, because a recording takes as long as a few
+    steps, and some shapes occur only briefly. Several trials, because a router that is near a tie may choose another
+    expert, or the host may be busy.
     """
     return Rules(
         noun="CUDA graph",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 SHARE, SHARE_LEAST_BYTES, SHARE_MOST_BYTES = 16, 8 << 20, 512 << 20
-"""One part in so many of the KV budget is for recordings. Below the least nothing is recorded: torch takes memory for
-them in pieces of 2 and 20 MiB.
+"""Recordings may take 1/``SHARE`` of the KV budget, within these limits. Below the least nothing is recorded: torch
+allocates memory for them in blocks of 2 and 20 MiB.
 """
 
 
@@ -15,5 +15,5 @@ def share(kv_cache_memory_bytes: int) -> int:
 
 
 def with_share(pool_bytes: int) -> int:
-    """The KV budget whose pools have ``pool_bytes`` beside recordings."""
+    """The KV budget that leaves ``pool_bytes`` for the pools beside the share of recordings."""
     return pool_bytes + min(-(-pool_bytes // (SHARE - 1)), SHARE_MOST_BYTES)

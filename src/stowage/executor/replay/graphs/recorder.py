@@ -1,6 +1,6 @@
-"""What records a function's work on a device and replays it, with what its tensors hold by then.
+"""The protocol of recorders, which capture a function's work on a device and replay it on its tensors' new content.
 
-Owns the protocol. ``executor.device`` knows what records on which device.
+``executor.device`` picks the recorder of a device.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from torch import Tensor
 
 
 class Recording(Protocol):
-    """A function's work on a device."""
+    """A captured function."""
 
     @property
     def result(self) -> Tensor:
-        """Always the same tensor: what came out of the latest replay."""
+        """The result of the latest replay; always the same tensor."""
         ...
 
     def replay(self) -> None:
-        """Do what was recorded."""
+        """Run the captured work again."""
         ...
 
 
 class Recorder(Protocol):
-    """What records on one device. One thread uses it."""
+    """Captures work on one device. One thread uses it."""
 
     @property
     def nbytes(self) -> int:
@@ -33,11 +33,11 @@ class Recorder(Protocol):
         ...
 
     def capture(self, function: Callable[[], Tensor]) -> Recording:
-        """Record ``function``, which may be run a few times before and must be happy with that. Raises what the
-        function and the device raise.
+        """Capture ``function``, which may be called a few times before as a warm-up. Raises what the function and the
+        device raise.
         """
         ...
 
     def forget(self) -> None:
-        """Give the memory of every recording back; none may be replayed any more."""
+        """Free the memory of every recording; none may be replayed any more."""
         ...

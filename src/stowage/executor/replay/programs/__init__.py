@@ -1,1 +1,1 @@
-"""Runs of a list's calls as one call of the kernels each."""
+"""Programs: consecutive calls of a list as one call of the kernels."""

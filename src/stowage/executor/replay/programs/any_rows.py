@@ -1,12 +1,12 @@
-"""One list of calls and programs for steps of any number of rows, out of such steps of a few numbers.
+"""Merges the lists of steps of a few numbers of rows into one list for any number of rows.
 
     rows                       7          11          13      any
     rows of a linear layer     7          11          13      1 per row
     a buffer's offset     12,672      18,816      21,888      1,920, and 1,536 per row
     a view's shape    (1, 7, 64) (1, 11, 64) (1, 13, 64)      (1, 1 per row, 64)
 
-Owns that comparison. The steps must make the same calls, and every number in them must lie on a line: what grows
-otherwise, as a square of the rows does, is refused, and so is what reads more of a tensor that does not grow.
+The steps must make the same calls, and every number in them must be a linear function of the rows. Other growth, such
+as quadratic, is refused, and so is an operation that reads more of a constant tensor.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.executor.replay.backend import CaptureError
-from stowage.executor.replay.calls.call_list import RecordedCalls, WrittenStep, listed
+from stowage.executor.replay.calls.call_list import RecordedCalls, TracedStep, listed
 from stowage.executor.replay.programs.buffers import ARENA, CALLED, CONSTANT, RESULT, STEP, Buffer, Size
+from stowage.executor.replay.programs.encoding import reads_more
 from stowage.executor.replay.programs.paging import StepAddresses
 from stowage.executor.replay.programs.program import Program
-from stowage.executor.replay.programs.words import reads_more
-from stowage.executor.replay.programs.writer import Sketch, View, Writer, put, tensor_of
+from stowage.executor.replay.programs.writer import ProgramPlan, View, Writer, put, tensor_of
 from stowage.weights.quantized.codes import PackedMatrix
 
 __all__ = ["RecordedRows", "for_any_rows"]
@@ -37,15 +37,15 @@ __all__ = ["RecordedRows", "for_any_rows"]
 
 @dataclass(frozen=True, slots=True)
 class _Varying:
-    """What each number of rows has another of."""
+    """A value that differs for each number of rows."""
 
     at: Callable[[int], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRows:
-    """The ``calls`` of a step, and of each number of rows its ``functions``, ``values``, and those that are ``shown``
-    where they lie in the arena, by their indices. The arena takes ``room``; programs find it in ``addresses``.
+    """The ``calls`` of a step, with ``functions`` and ``values`` for any number of rows. ``shown``: by slot, the values
+    that are views of the arena. ``room``: the arena's size; programs read its address from ``addresses``.
     """
 
     calls: RecordedCalls
@@ -56,8 +56,8 @@ class RecordedRows:
     room: Size
 
     def replay(self, given: Sequence[Tensor]) -> Tensor:
-        """Make the calls with the tensors of a step, the first of which has its rows; return the logits. The arena is
-        given back afterwards.
+        """Make the calls with a step's input tensors, the first of which has its rows; return the logits. The arena is
+        freed afterwards.
         """
         rows = len(given[0])
         room = torch.empty(self.room.at(rows), dtype=torch.uint8)
@@ -70,62 +70,62 @@ class RecordedRows:
         return replace(self.calls, calls=calls, values=tuple(values)).replay(given)
 
 
-def for_any_rows(sketches: Sequence[Sketch], rows: Sequence[int]) -> RecordedRows:
-    """One list in the place of ``sketches`` of steps of at least three numbers of ``rows``. Raises ``CaptureError`` if
-    there is none.
+def for_any_rows(plans: Sequence[ProgramPlan], rows: Sequence[int]) -> RecordedRows:
+    """Merges the ``plans`` of steps of at least three numbers of ``rows`` into one list. Raises ``CaptureError`` where
+    that is not possible.
     """
     lines = _Lines(rows)
-    _check(any(sketches[0].taken), "no call of it is a program's")
-    _compare(sketches)
-    arenas = [one.buffers.used(ARENA) for one in sketches]
+    _check(any(plans[0].lowered), "no call of it is a program's")
+    _compare(plans)
+    arenas = [one.buffers.used(ARENA) for one in plans]
     sizes = [lines.size([buffer.nbytes for buffer in alike]) for alike in zip(*arenas, strict=True)]
     room = put(arenas[0], sizes)
     for others in arenas[1:]:
         for buffer, other in zip(arenas[0], others, strict=True):
             other.offset = buffer.offset
-    writers = [Writer(one, (), count) for one, count in zip(sketches, rows, strict=True)]
-    steps = [writer.written() for writer in writers]
+    writers = [Writer(one, (), count) for one, count in zip(plans, rows, strict=True)]
+    steps = [writer.traced() for writer in writers]
     functions = lines.through([[call.function for call in step.calls] for step in steps])
     values = lines.through([_used(step) for step in steps])
     shown = lines.through([writer.shown for writer in writers])
     return RecordedRows(listed(steps[0]), functions, values, shown, writers[0].addresses, room)
 
 
-def _used(step: WrittenStep) -> list[Any]:
+def _used(step: TracedStep) -> list[Any]:
     """The values of ``step`` that its calls ask for."""
     asked = {index for call in step.calls for index in call.arguments}
     return [value if index in asked else None for index, value in enumerate(step.values)]
 
 
-def _compare(sketches: Sequence[Sketch]) -> None:
+def _compare(plans: Sequence[ProgramPlan]) -> None:
     """Raise ``CaptureError`` unless they are of the same calls, programs and memory."""
-    for of_call in _side_by_side([one.step.calls for one in sketches]):
+    for of_call in _side_by_side([one.step.calls for one in plans]):
         _check(_alike([call[1:] for call in of_call]), "other calls")
     for kind in (ARENA, CONSTANT, CALLED, RESULT, STEP):
-        for buffers in _side_by_side([one.buffers.used(kind) for one in sketches]):
+        for buffers in _side_by_side([one.buffers.used(kind) for one in plans]):
             _check(kind != CONSTANT or all(_same(buffers[0], other) for other in buffers[1:]), "other constants")
             _check(_alike([(buffer.root, buffer.first, buffer.last) for buffer in buffers]), "other memory")
-    for taken in _side_by_side([one.taken for one in sketches]):
-        _check(_alike([one is None for one in taken]), "other programs")
-        for operations in _side_by_side([one or () for one in taken]):
+    for lowered in _side_by_side([one.lowered for one in plans]):
+        _check(_alike([one is None for one in lowered]), "other programs")
+        for operations in _side_by_side([one or () for one in lowered]):
             _check(not any(reads_more(operations[0], other) for other in operations[1:]), "more of a constant")
 
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """What is the same for each of these numbers of ``rows``, or grows along a line with them."""
+    """Fits values that are constant, or linear, in these numbers of ``rows``."""
 
     rows: Sequence[int]
 
     def size(self, found: Sequence[int]) -> Size:
-        """Of memory."""
+        """The size of memory that took ``found`` bytes."""
         begin, per_row = self._line(np.array(found))
         size = Size(int(begin), int(per_row))
         _check(size.nbytes >= 0 and size.per_row >= 0, "less memory")
         return size
 
     def through(self, found: Sequence[Any]) -> Any:
-        """What was ``found`` for each: a value if it is always that one, else ``_Varying``."""
+        """The common value of ``found``, one for each number of rows; else a ``_Varying``."""
         first = found[0]
         if all(one is first for one in found) or isinstance(first, StepAddresses):
             return first
@@ -155,12 +155,12 @@ class _Lines:
 
 
 def at(value: Any, rows: int) -> Any:
-    """``value`` in a step of so many rows."""
+    """``value`` for a step of this many rows."""
     return value.at(rows) if isinstance(value, _Varying) else value
 
 
 def _parts(found: Sequence[Any]) -> tuple[Callable[[list[Any]], Any], list[list[Any]]] | None:
-    """What values of one type are made of, and how they are made of such parts; ``None``: of nothing."""
+    """How to rebuild values of one type from parts, and the parts of each; ``None``: they have no parts."""
     first = found[0]
     if isinstance(first, Program):
         own = [[one.code, one.inputs, one.result] for one in found]
@@ -180,7 +180,7 @@ def _parts(found: Sequence[Any]) -> tuple[Callable[[list[Any]], Any], list[list[
         ]
     if isinstance(first, itemgetter):
         return lambda parts: itemgetter(*parts), [list(one.__reduce__()[1]) for one in found]
-    if isinstance(first, PackedMatrix):  # made anew by whoever asks a module for its weight
+    if isinstance(first, PackedMatrix):  # made anew by each access to a module's weight
         names = [name for kind in type(first).__mro__ for name in getattr(kind, "__slots__", ())]
         return _refuse_matrix, [[getattr(one, name, None) for name in names] for one in found]
     return None
@@ -200,7 +200,7 @@ def _alike(found: Sequence[Any]) -> bool:
 
 
 def _same(one: Buffer, other: Buffer) -> bool:
-    """Whether both have the same numbers, for good."""
+    """Whether both have the same numbers, and are constants."""
     a, b = tensor_of(one), tensor_of(other)
     return one.address == other.address or (a.shape == b.shape and a.dtype is b.dtype and torch.equal(a, b))
 

@@ -1,7 +1,6 @@
-"""Where the tensors of a written step lie: in which buffer, which is memory that one call has made. Views lie in the
-buffer of what they are views of.
+"""The buffers of a traced step's tensors. A buffer is memory that one call allocates; views share their base's buffer.
 
-Owns buffers and their kinds; ``operations`` says which calls make them, ``programs`` where they are put.
+Owns buffers and their kinds; ``operations`` says which calls make them, ``writer`` where they are put in the arena.
 """
 
 from __future__ import annotations
@@ -12,27 +11,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stowage.executor.replay.calls.call_list import WrittenStep
+from stowage.executor.replay.calls.call_list import TracedStep
 
 ARENA, CALLED, CONSTANT, RESULT, STEP = range(5)
-"""Whose memory a buffer is: the arena's; that of a tensor which the step was given, or a call of Python gave; that of
-one which stays as it is; that of the logits, which are the caller's own; that of one which ``batch.current`` has.
+"""Whose memory a buffer is, in this order: the arena's; of an input of the step, or of a result of a Python call; of a
+constant; of the logits, which are the caller's own; of a tensor of ``batch.current``.
 """
 NUMBERS = (torch.float32, torch.bfloat16)
 
 
 class Size(NamedTuple):
-    """Bytes of a step: so many, and so many more for each of its rows."""
+    """A number of bytes that is linear in a step's rows."""
 
     nbytes: int
     per_row: int = 0
 
     def at(self, rows: int) -> int:
-        """In a step of so many rows."""
+        """The bytes for a step of this many rows."""
         return self.nbytes + self.per_row * rows
 
     def plus(self, other: Size) -> Size:
-        """Both."""
+        """The sum of both."""
         return Size(self.nbytes + other.nbytes, self.per_row + other.per_row)
 
     def within(self, other: Size) -> bool:
@@ -40,15 +39,14 @@ class Size(NamedTuple):
         return self.nbytes <= other.nbytes and self.per_row <= other.per_row
 
     def aligned(self, unit: int) -> Size:
-        """The least from this one up, of whole units for any number of rows."""
+        """The size rounded up to multiples of ``unit``, for any number of rows."""
         return Size(-(-self.nbytes // unit) * unit, -(-self.per_row // unit) * unit)
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory of ``nbytes`` from ``address`` on, in the step that was written down. ``root``: the index of the value
-    that is a tensor from its beginning on; ``tensor``: that one. Calls ``first`` to ``last`` use it. ``offset``: where
-    in the arena it is put.
+    """Memory of ``nbytes`` at ``address``, in the traced step. ``root``: the slot of the value that is a tensor at its
+    beginning; ``tensor``: that tensor. Calls ``first`` to ``last`` use it. ``offset``: its place in the arena.
     """
 
     kind: int
@@ -67,7 +65,7 @@ class Buffer:
 
 
 class Place(NamedTuple):
-    """Where a tensor begins in a buffer, and its form."""
+    """A tensor's buffer, byte offset in it, shape and strides."""
 
     buffer: Buffer
     offset: int
@@ -77,7 +75,7 @@ class Place(NamedTuple):
 
 
 class Address(NamedTuple):
-    """An address: so many bytes from a buffer's beginning."""
+    """An address: a buffer, and a byte offset in it."""
 
     buffer: Buffer
     offset: int
@@ -85,11 +83,11 @@ class Address(NamedTuple):
 
 @dataclass(slots=True)
 class Buffers:
-    """Where the tensors of ``step`` lie, as far as its calls were looked at. ``tables``: all results of functions of
-    single numbers, by the function; they outlive the step.
+    """The buffers of ``step``, as far as its calls were visited. ``tables``: by function, its results for all bfloat16
+    numbers; they outlive the step.
     """
 
-    step: WrittenStep
+    step: TracedStep
     tables: dict[Any, Tensor]
     any_rows: bool = False
     """Whether what is written down is for any number of rows."""
@@ -109,15 +107,15 @@ class Buffers:
             self.called(self.step.objects[index])
 
     def at(self, index: int) -> Any:
-        """The value ``index`` of the step."""
+        """The value in slot ``index`` of the traced step."""
         return self.step.objects.get(index, self.step.values[index])
 
     def buffer(self, tensor: Tensor) -> Buffer | None:
-        """Where it lies, if that is known."""
+        """The buffer of a tensor, if it is known."""
         return self._of_storage.get(_storage(tensor))
 
     def place(self, index: int) -> Place | None:
-        """Where a value lies, if it is a tensor and that is known."""
+        """The place of a value, if it is a tensor with a known buffer."""
         if self._places is not None:
             return self._places.get(index)
         value = self.step.objects.get(index)
@@ -126,13 +124,13 @@ class Buffers:
         return Place(buffer, begin_of(value) - buffer.address, tuple(value.shape), value.stride(), value.dtype)
 
     def lies_in(self, index: int) -> Buffer | None:
-        """The buffer of a value, if that is known."""
+        """The buffer of a value, if it is known."""
         place = self.place(index)
         return None if place is None else place.buffer
 
-    def let_go(self) -> None:
-        """Keep where tensors lie, and none of them but constants: those of all layers take much more than a step does.
-        Nothing more is asked of calls then.
+    def drop_tensors(self) -> None:
+        """Drop all tensors but constants, and keep their places: the tensors of all layers together take much more
+        memory than a step does. No more calls may be visited afterwards.
         """
         places = {index: self.place(index) for index in self.step.objects}
         self._places = {index: place for index, place in places.items() if place is not None}
@@ -143,58 +141,58 @@ class Buffers:
         self.step.objects.clear()
 
     def is_ours(self, value: Any) -> bool:
-        """Whether it is a tensor that a program may read: of numbers, and no state, which is elsewhere in each step."""
+        """Whether a program may read the value: a tensor of ``NUMBERS``, and no state, whose address changes."""
         usual = isinstance(value, Tensor) and value.dtype in NUMBERS and value.device.type == "cpu"
         return usual and value.layout is torch.strided and value.numel() > 0 and _storage(value) not in self._states
 
     def is_new(self, value: Any) -> bool:
-        """Whether it is one whose memory was not there before."""
+        """Whether the value is a tensor with memory of its own that no earlier call made."""
         return self.is_ours(value) and self.buffer(value) is None and value.storage_offset() == 0
 
     def address_of(self, tensor: Tensor) -> Address:
-        """Where it begins; one that no call has made is a constant."""
+        """The address of a tensor; one that no call has made is a constant."""
         buffer = self.buffer(tensor) or self._add(CONSTANT, tensor)
         return Address(buffer, begin_of(tensor) - buffer.address)
 
     def made(self, tensor: Tensor) -> Address:
-        """Where it begins; one that is new is made by a program."""
+        """The address of a result of a program; a new one gets a buffer in the arena."""
         buffer = self.buffer(tensor) or self._add(ARENA, tensor)
         return Address(buffer, begin_of(tensor) - buffer.address)
 
     def called(self, found: Any) -> None:
-        """A call of Python has given this."""
+        """Register the results of a Python call."""
         if isinstance(found, Tensor) and _storage(found) not in self._states and self.buffer(found) is None:
             self._add(CALLED, found)
 
     def forget(self, found: Any) -> None:
-        """Where these tensors lie, others lay until now."""
+        """Forget the former buffers at the addresses of these tensors."""
         for tensor in found:
             if isinstance(tensor, Tensor):
                 self._of_storage.pop(_storage(tensor), None)
 
     def temporary(self, nbytes: int) -> Address:
-        """New memory of no tensor."""
+        """The address of new scratch memory."""
         self._all.append(Buffer(ARENA, nbytes))
         return Address(self._all[-1], 0)
 
     def of_steps(self) -> Address:
-        """What each step has somewhere else."""
+        """An address that is set anew for each step."""
         self._all.append(Buffer(STEP, 0))
         return Address(self._all[-1], 0)
 
     def undo(self, count: int) -> None:
-        """Only the first ``count`` buffers are there after all."""
+        """Remove all but the first ``count`` buffers."""
         gone = {id(buffer) for buffer in self._all[count:]}
         self._of_storage = {key: buffer for key, buffer in self._of_storage.items() if id(buffer) not in gone}
         del self._all[count:]
 
     @property
     def count(self) -> int:
-        """How many buffers there are."""
+        """Number of buffers."""
         return len(self._all)
 
     def used(self, kind: int) -> list[Buffer]:
-        """Buffers of that kind which a call uses."""
+        """The buffers of this kind that some call uses."""
         return [buffer for buffer in self._all if buffer.kind == kind and buffer.last >= 0]
 
     def _add(self, kind: int, tensor: Tensor) -> Buffer:
@@ -206,7 +204,7 @@ class Buffers:
 
 
 def begin_of(tensor: Tensor) -> int:
-    """Its address, also if nothing is in it."""
+    """A tensor's address, also of an empty one."""
     return _storage(tensor) + int(tensor.storage_offset()) * tensor.element_size()
 
 
@@ -215,6 +213,6 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from its first number to its last: what was filled up for torch has more behind it."""
+    """Bytes from the tensor's first element to its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size() if tensor.numel() else 0

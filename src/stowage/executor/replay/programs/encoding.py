@@ -1,8 +1,8 @@
-"""What a program says of one call of a kernel, in numbers and addresses, as ``native/kernels/program.h`` reads it.
+"""The encoding of a program's operations in numbers and addresses ("words"), as ``native/kernels/program.h`` reads it.
 
-    3, how, 4 sizes, and of the result and one or two sides: address, whether bfloat16, 4 strides     number by number
+    elementwise: 3, function, 4 sizes, and of the result and of one or two operands: address, is bfloat16, 4 strides
 
-Owns these numbers, and the forms that several kinds of calls share.
+Owns these numbers, and the forms that several kinds of operations share.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from stowage.executor.replay.programs.buffers import CONSTANT, Address, Buffer, 
 LINEAR, NORM, POINTWISE, PUT, ATTEND, STACKED, PICK, ROTATE = range(1, 9)
 """Kinds of operations."""
 _READ_AT = {LINEAR: (2,), NORM: (1,), ROTATE: (1, 2, 6, 11)}
-"""Which words of an operation say where the rows begin that it reads."""
+"""The words of an operation that are addresses of rows that it reads."""
 COPY, NEGATE, ADD, SUBTRACT, MULTIPLY, LOOK_UP = range(6)
-"""Ways to compute number by number."""
+"""Elementwise functions."""
 _DIMS = 4
 NOWHERE = (-1, 0)
 """An address of nothing."""
@@ -30,17 +30,17 @@ NOWHERE = (-1, 0)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a program says of one call of a kernel: numbers, and addresses."""
+    """One operation of a program: numbers and addresses."""
 
     words: tuple[int | Address, ...]
 
     def buffers(self) -> list[Buffer]:
-        """What it reads or writes."""
+        """The buffers that it reads or writes."""
         return [word.buffer for word in self.words if isinstance(word, Address)]
 
 
 def reads_more(one: Operation, other: Operation) -> bool:
-    """Whether ``other``, the same of another number of rows, would read more of a constant than ``one`` does."""
+    """Whether ``other``, the same operation for another number of rows, reads more of a constant than ``one``."""
     words = one.words
     if words[0] != POINTWISE:
         return words[0] in _READ_AT and any(_is_constant(words[at]) for at in _READ_AT[words[0]])
@@ -53,12 +53,12 @@ def _is_constant(word: int | Address) -> bool:
     return isinstance(word, Address) and word.buffer.kind == CONSTANT
 
 
-class NotTaken(Exception):
-    """Something about a call is not as the kernels need it."""
+class UnsupportedCall(Exception):
+    """The kernels cannot make this call."""
 
 
 class Side(NamedTuple):
-    """An operand: where it begins, its type, and its strides."""
+    """An operand: address, type and strides."""
 
     address: Address
     dtype: torch.dtype
@@ -66,29 +66,29 @@ class Side(NamedTuple):
 
 
 def check(good: bool) -> None:
-    """Raise ``NotTaken`` if it is not."""
+    """Raises ``UnsupportedCall`` unless ``good``."""
     if not good:
-        raise NotTaken
+        raise UnsupportedCall
 
 
 def read(buffers: Buffers, tensor: Any, shape: Sequence[int]) -> Side:
-    """A tensor, as if it were of this shape."""
+    """A tensor as an operand, broadcast to ``shape``."""
     check(buffers.is_ours(tensor))
     return Side(buffers.address_of(tensor), tensor.dtype, tensor.expand(shape).stride())
 
 
 def new(buffers: Buffers, tensor: Tensor) -> Side:
-    """A tensor that a program makes."""
+    """A new result of a program as an operand."""
     return Side(buffers.made(tensor), tensor.dtype, tensor.stride())
 
 
 def whole(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor whose numbers lie in their order."""
+    """Strides of a contiguous tensor."""
     return torch.empty(shape, device="meta").stride()
 
 
 def folded(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """The same numbers with as few dimensions as there can be: those of 1 are left out, neighbours become one."""
+    """Shape and strides with as few dimensions as possible: those of size 1 are dropped, neighbours are merged."""
     sizes: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
     for at, size in enumerate(shape):
@@ -107,7 +107,7 @@ def folded(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list
 
 
 def pointwise(shape: Sequence[int], way: int, out: Side, *sides: Side) -> Operation:
-    """``out`` of one or two ``sides``, number by number (``way``)."""
+    """``out`` by the elementwise function ``way`` of one or two operands."""
     every = (out, *sides)
     sizes, steps = folded(shape, [side.strides for side in every])
     missing = _DIMS - len(sizes)
@@ -121,5 +121,5 @@ def pointwise(shape: Sequence[int], way: int, out: Side, *sides: Side) -> Operat
 
 
 def bits(number: float) -> int:
-    """A number's 64 bits."""
+    """A float's 64 bits as an integer."""
     return int(struct.unpack("q", struct.pack("d", number))[0])

@@ -1,11 +1,11 @@
-"""Linear layers that read the same rows, as one call of the kernels: all threads are woken once for them, and where
-inputs are rounded to 8 bits, it is done once.
+"""Fuses linear layers that read the same rows into one call of the kernels: threads are woken once for them, and where
+inputs are rounded to 8 bits, that is done once.
 
     linear q, linear k, linear v   ->   one linear of three layers
     linear gate, silu, linear up   ->   one linear of two layers, silu
 
-Owns which ones these are. In a program every operation makes memory of its own, so rows that one reads stay as they are
-until the next call of Python. The bits are the same: the kernels sum every output by itself.
+In a program every operation writes to memory of its own, so rows that one reads do not change until the next Python
+call. The results are bit-identical: the kernels sum every output by itself.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stowage.executor import kernels
-from stowage.executor.replay.programs.words import LINEAR, Operation
+from stowage.executor.replay.programs.encoding import LINEAR, Operation
 
 _LAYERS, _COMMON_END = 1, 9
 """Of an operation's words: how many layers, and where those of each begin."""
 
 
-def fused(taken: Sequence[list[Operation] | None]) -> list[list[Operation] | None]:
-    """The operations of each call of a step (``None``: Python's), where the first layer of the same rows does what
-    others did.
+def fused(lowered: Sequence[list[Operation] | None]) -> list[list[Operation] | None]:
+    """The operations of each call of a step (``None``: stays a Python call), with the linear layers of the same rows
+    moved into the first of them.
     """
     found: list[list[Operation] | None] = []
     first: dict[tuple[object, ...], tuple[list[Operation], int]] = {}
-    for done in taken:
+    for done in lowered:
         if done is None:
             first.clear()
             found.append(None)

@@ -1,11 +1,11 @@
-"""Which calls of a written step the kernels can make in a program, and what a program says of each.
+"""Lowers the calls of a traced step to operations of the kernels, where the kernels can make them.
 
     add sub mul neg             numbers, rounded once          cat stack contiguous to ...   copies
     silu gelu ... of bfloat16   a table of all results         linear, experts, norm         the kernels
 
-Owns what each call is (``words``: how that is said). Only float32 and bfloat16 are known here. What is taken gives
-torch's very bits: a sum or a product has one right result, and a function of single numbers that does not depend on
-what lies beside them has a table, which that function itself has made.
+``encoding`` is how operations are written. Only float32 and bfloat16 are known here. Every operation is bit-identical
+to torch: a sum or a product has one correctly rounded result, and an elementwise function of bfloat16 has a table of
+all its results, which the function itself has made.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from stowage.executor.determinism.row_invariance import RowInvariance, is_elemen
 from stowage.executor.fused.norms import norm_of
 from stowage.executor.fused.rotary import Rotary
 from stowage.executor.replay.backend import CaptureError
-from stowage.executor.replay.calls.call_list import ARRIVAL, PART, WHOLE, WrittenCall, arguments_of, linears
+from stowage.executor.replay.calls.call_list import ARRIVAL, PART, WHOLE, TracedCall, arguments_of, linears
 from stowage.executor.replay.calls.recordable import ALLOWED, has_tensor
 from stowage.executor.replay.programs.buffers import Address, Buffers
-from stowage.executor.replay.programs.words import (
+from stowage.executor.replay.programs.encoding import (
     ADD,
     COPY,
     LINEAR,
@@ -39,9 +39,9 @@ from stowage.executor.replay.programs.words import (
     ROTATE,
     STACKED,
     SUBTRACT,
-    NotTaken,
     Operation,
     Side,
+    UnsupportedCall,
     bits,
     check,
     folded,
@@ -54,7 +54,7 @@ from stowage.weights.offloaded_parameter import OffloadedParameter
 
 _IN_ORDER = 4
 _ROWS_OF_EXPERT = 2
-"""With a row for every other expert a few of them are chosen twice; with more, reading them twice takes longer."""
+"""With one row per two experts a few experts are chosen twice; with more rows, reading them repeatedly is slower."""
 _BINARY = {"add": ADD, "__add__": ADD, "__radd__": ADD, "sub": SUBTRACT, "subtract": SUBTRACT}
 _BINARY |= {"__sub__": SUBTRACT, "mul": MULTIPLY, "multiply": MULTIPLY, "__mul__": MULTIPLY, "__rmul__": MULTIPLY}
 _NEGATIONS = frozenset("neg negative __neg__".split())
@@ -63,9 +63,9 @@ _CLAMPS = frozenset("clamp clamp_min clamp_max".split())
 _JOINTS = frozenset("cat concat concatenate stack".split())
 
 
-def operations(buffers: Buffers, call: WrittenCall) -> list[Operation] | None:
-    """What a program does for ``call``: nothing, if it only gives parts of what is there; ``None``: only Python can
-    make it. Asked once of each call in turn.
+def operations(buffers: Buffers, call: TracedCall) -> list[Operation] | None:
+    """The operations of ``call``: none, if its result is a view; ``None``: it stays a Python call. Called once for each
+    call in turn.
     """
     found = buffers.step.objects.get(call.result)
     if call.name == ARRIVAL:
@@ -77,28 +77,28 @@ def operations(buffers: Buffers, call: WrittenCall) -> list[Operation] | None:
         return []
     count = buffers.count
     try:
-        return _taken(buffers, call, found)
-    except NotTaken:
+        return _lowered(buffers, call, found)
+    except UnsupportedCall:
         buffers.undo(count)
         buffers.called(found)
         return None
 
 
-def _is_view(buffers: Buffers, call: WrittenCall, found: Any) -> bool:
+def _is_view(buffers: Buffers, call: TracedCall, found: Any) -> bool:
     if call.name != PART and call.name not in ALLOWED:
         return False
     parts = found if isinstance(found, (tuple, list)) else (found,)
     return all(isinstance(part, Tensor) and buffers.buffer(part) is not None for part in parts)
 
 
-def _taken(buffers: Buffers, call: WrittenCall, found: Any) -> list[Operation]:
+def _lowered(buffers: Buffers, call: TracedCall, found: Any) -> list[Operation]:
     function, args, keywords = arguments_of(call.function, [buffers.at(index) for index in call.arguments])
     if call.name == "linear":
         return _linear(buffers, function, args, found)
     if function is Rotary.compute:
         return _rotated(buffers, args, found)
     if not buffers.is_new(found):
-        raise NotTaken
+        raise UnsupportedCall
     if (norm := norm_of(function, args)) is not None:
         return _norm(buffers, *norm, found)
     if call.name in _BINARY and len(args) == 2 and not keywords:
@@ -121,12 +121,12 @@ def _taken(buffers: Buffers, call: WrittenCall, found: Any) -> list[Operation]:
         return _added(buffers, args[0], found)
     if is_elementwise(function) or (call.name in _CLAMPS and not has_tensor(keywords)):
         return [_looked_up(buffers, call.function, args, found)]
-    raise NotTaken
+    raise UnsupportedCall
 
 
 def _two(buffers: Buffers, way: int, a: Any, b: Any, out: Tensor) -> Operation:
-    """``out`` of ``a`` and ``b``, a tensor or a number. torch rounds numbers that are added to the type of ``a``, and
-    uses those that are multiplied as they are.
+    """``out`` from ``a`` and ``b``, a tensor or a number. torch rounds a number that is added to the type of ``a``, and
+    multiplies with an unrounded one.
     """
     if isinstance(b, (int, float)) and not isinstance(b, bool) and buffers.is_ours(a):
         b = torch.tensor(b, dtype=torch.float32 if way == MULTIPLY else a.dtype).float()
@@ -134,7 +134,7 @@ def _two(buffers: Buffers, way: int, a: Any, b: Any, out: Tensor) -> Operation:
     else:
         check(buffers.is_ours(a) and buffers.is_ours(b))
         types = {a.dtype, b.dtype}
-        check(len(types) == 1 or (a.dim() > 0 and b.dim() > 0))  # else that of one decides alone
+        check(len(types) == 1 or (a.dim() > 0 and b.dim() > 0))  # else the type of one alone is the result's
     check(out.dtype is (types.pop() if len(types) == 1 else torch.float32))
     sides = read(buffers, a, out.shape), read(buffers, b, out.shape)
     return pointwise(out.shape, way, new(buffers, out), *sides)
@@ -142,14 +142,14 @@ def _two(buffers: Buffers, way: int, a: Any, b: Any, out: Tensor) -> Operation:
 
 def _copied(buffers: Buffers, x: Any, out: Tensor) -> Operation:
     side, end = read(buffers, x, x.shape if isinstance(x, Tensor) else ()), new(buffers, out)
-    if out.shape != x.shape:  # numbers in their order
+    if out.shape != x.shape:  # a copy in row-major order
         check(out.is_contiguous())
         end = end._replace(strides=whole(x.shape))
     return pointwise(x.shape, COPY, end, side)
 
 
-def _is_widened_weight(buffers: Buffers, call: WrittenCall, x: Any, out: Tensor) -> bool:
-    """Whether ``out`` is a whole parameter in float32, which only linear layers multiply with: routers' are."""
+def _is_widened_weight(buffers: Buffers, call: TracedCall, x: Any, out: Tensor) -> bool:
+    """Whether ``out`` is a whole parameter converted to float32 that only linear layers use, as routers do."""
     users = [one for one in buffers.step.calls if call.result in one.arguments]
     wide = isinstance(x, Parameter) and x.dtype is torch.bfloat16 and out.dtype is torch.float32
     plain = wide and x.dim() == 2 and x.shape == out.shape and buffers.is_ours(x) and x.stride(1) == 1
@@ -174,7 +174,7 @@ def _joined(buffers: Buffers, parts: Any, dim: Any, out: Tensor, *, stacked: boo
 
 
 def _looked_up(buffers: Buffers, function: Any, args: list[Any], out: Tensor) -> Operation:
-    """A function of single numbers, whatever lies beside them."""
+    """An elementwise function, as a look-up in the table of its results."""
     x, *more = args
     check(buffers.is_ours(x) and x.dtype is torch.bfloat16 and out.dtype is torch.bfloat16 and x.shape == out.shape)
     check(not any(isinstance(part, Tensor) for part in more))
@@ -188,7 +188,7 @@ def _looked_up(buffers: Buffers, function: Any, args: list[Any], out: Tensor) ->
 
 
 def _linear(buffers: Buffers, function: Any, args: list[Any], found: Any) -> list[Operation]:
-    """One layer, or several that are computed together."""
+    """A linear layer, or several that are computed together."""
     if function is linears:
         matrices, outs, bias = [kernels.of_plain(weight) for weight in args[1:]], found, None
     else:
@@ -220,30 +220,30 @@ def _linear(buffers: Buffers, function: Any, args: list[Any], found: Any) -> lis
 def _layers(
     buffers: Buffers, common: tuple[int | Address, ...], matrices: Sequence[kernels.Matrix], ends: Sequence[Address]
 ) -> list[int | Address]:
-    """Layers of the same inputs, or of those of the same rows."""
+    """Linear layers of one input each, or all of the same rows."""
     words: list[int | Address] = [len(ends), *common]
     for matrix, end in zip(matrices, ends, strict=True):
         words += [buffers.address_of(matrix.codes), *_optional(buffers, matrix.scales), end, matrix.outputs, matrix.row]
-        words += [matrix.form, *_optional(buffers, matrix.zeros), matrix.tall, matrix.kind]
+        words += [matrix.form, *_optional(buffers, matrix.zeros), matrix.block_rows, matrix.kind]
     return words
 
 
 def _stacked(buffers: Buffers, function: Any, args: list[Any], out: Tensor) -> list[Operation]:
-    """Rows by the matrices of the experts that were chosen for them, plus these experts' biases. Each row reads its
-    own: so many that several chose one are left to the call, which reads a matrix once for all its rows.
+    """Rows times the matrices of their chosen experts, plus biases. Each row reads its expert's matrix by itself; where
+    there are so many rows that experts are shared, the Python call is kept, which reads a matrix once for all its rows.
     """
     if buffers.any_rows:
         raise CaptureError("experts are computed in another way where rows are many")
     check(getattr(function, "__func__", None) is RowInvariance.stacked and len(args) == 4)
     x, module, own, chosen = args
     if _ROWS_OF_EXPERT * len(x) > module.num_experts:
-        raise NotTaken
+        raise UnsupportedCall
     stack = getattr(module, own)
     parts = [part for piece in getattr(stack, "pieces", ()) for part in piece.values()]
-    check(bool(parts) and not any(isinstance(part, OffloadedParameter) for part in parts))  # it stays where it is
+    check(bool(parts) and not any(isinstance(part, OffloadedParameter) for part in parts))  # its address is constant
     stacks = function.__self__.stacks(x, module, own)
     if stacks is None or len(stacks) > kernels.TOGETHER:
-        raise NotTaken
+        raise UnsupportedCall
     check(buffers.is_ours(x) and x.is_contiguous())
     check(chosen.dtype is torch.int64 and chosen.is_contiguous() and buffers.buffer(chosen) is not None)
     form, halves = kernels.form_of(x, stacks[0].first)
@@ -272,7 +272,7 @@ def _stacked(buffers: Buffers, function: Any, args: list[Any], out: Tensor) -> l
 
 
 def _plus_rows(buffers: Buffers, table: Tensor, chosen: Tensor, out: Tensor) -> list[Operation]:
-    """``out`` and rows of ``table``; where there is no such row, zeros."""
+    """Add the ``chosen`` rows of ``table`` to ``out``; a missing row counts as zeros."""
     check(buffers.is_ours(table) and table.is_contiguous() and table.dtype is out.dtype)
     nbytes = out.shape[1] * out.element_size()
     picked = buffers.temporary(len(chosen) * nbytes)
@@ -296,15 +296,15 @@ def _rotated(buffers: Buffers, args: Sequence[Any], found: Any) -> list[Operatio
 
 
 def _repeated(buffers: Buffers, x: Tensor, times: int, out: Tensor) -> Operation:
-    """Each row of ``x`` several times, one after the other."""
+    """Each row of ``x`` repeated ``times`` times, one after the other."""
     shape = (len(x), times, *x.shape[1:])
     check(buffers.is_ours(x))
     return pointwise(shape, COPY, new(buffers, out)._replace(strides=whole(shape)), read(buffers, x[:, None], shape))
 
 
 def _added(buffers: Buffers, x: Tensor, out: Tensor) -> list[Operation]:
-    """``out``, sums over the second of three dimensions. torch adds up to four numbers to 0 in their order, in float32,
-    however many vectors and threads it takes.
+    """``out``: the sum over the second of three dimensions. Up to four numbers torch adds to 0 in their order, in
+    float32, whatever vectors and threads it uses.
     """
     check(buffers.is_ours(x) and x.dim() == 3 and x.dtype is out.dtype and x.shape[1] <= _IN_ORDER)
     sums = Side(buffers.temporary(out.numel() * 4), torch.float32, whole(out.shape))
@@ -323,7 +323,7 @@ def _optional(buffers: Buffers, tensor: Tensor | None) -> Sequence[int | Address
 def _norm(
     buffers: Buffers, x: Tensor, weight: Tensor, eps: float, more: float, rounded: bool, out: Tensor
 ) -> list[Operation]:
-    """Of rows that lie one after the other, in whichever order; ``out`` then lies alike."""
+    """The norm of contiguous rows, in any order of memory; ``out`` has the same order."""
     check(buffers.is_ours(x) and x.stride() == out.stride())
     rows = x.numel() // weight.shape[0]
     check(x.is_contiguous() or (x.dim() == 4 and x.transpose(1, 2).is_contiguous()))
@@ -333,7 +333,7 @@ def _norm(
 
 
 def _rows(buffers: Buffers, x: Tensor) -> tuple[Address, int | None]:
-    """Where the rows of ``x`` begin, and how far apart they are; ``None``: not equally, or not in one piece each."""
+    """Address and stride of the rows of ``x``; ``None``: no constant stride, or rows that are not contiguous."""
     begin = buffers.address_of(x)
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         return begin, None

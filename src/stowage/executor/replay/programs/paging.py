@@ -1,8 +1,8 @@
-"""What a program does in the place of ``PagedCache.update`` and ``paged_attention``, where the kernels compute that.
+"""Lowers ``PagedCache.update`` and ``paged_attention`` to operations, where the kernels compute them.
 
-Owns which buffers hold what a step of ``batch.current`` says of a group: where its new tokens go and which blocks they
-read. Everything else of a group is the same in each step of single tokens. Either all of a step's layers are taken or
-none: which layer an attention reads is known from what was written before it.
+Owns the addresses of a group's tensors in ``batch.current``: where its new tokens are written and which blocks they
+read. Everything else of a group is the same in each step of single tokens. Either all of a step's layers are lowered or
+none: an attention reads the layer that was updated before it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from stowage.executor.attention import paged_attention
 from stowage.executor.batch import GroupStep, current
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.paged_cache import PagedCache
-from stowage.executor.replay.calls.call_list import WrittenCall, arguments_of
+from stowage.executor.replay.calls.call_list import TracedCall, arguments_of
 from stowage.executor.replay.programs.buffers import Address, Buffer, Buffers
-from stowage.executor.replay.programs.words import (
+from stowage.executor.replay.programs.encoding import (
     ATTEND,
     COPY,
     NOWHERE,
     PUT,
     STACKED,
-    NotTaken,
     Operation,
     Side,
+    UnsupportedCall,
     bits,
     check,
     new,
@@ -46,7 +46,7 @@ _ATTENTION: Any = paged_attention.__wrapped__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Where the tensors of this name of ``of_layer[layer]`` are."""
+    """The addresses of the tensors of the same names of ``of_layer[layer]``."""
 
     layer: int
     blocks: Address
@@ -57,7 +57,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    """What an attention reads; ``numbers``: its scale and soft cap."""
+    """The inputs of an attention; ``numbers``: its scale and soft cap."""
 
     layer: int
     where: _Group
@@ -69,9 +69,9 @@ class _Reads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAddresses:
-    """Says where a step has what programs read. ``groups``: a layer, and slots of blocks, offsets, table and runs;
-    ``offloaded``: slots of a layer's keys and values in host memory, or of its latents; ``latents``: an attention, its
-    heads, and slots of what queries and mixed latents are multiplied with.
+    """Sets the addresses that change with each step, in the slots that programs read. ``groups``: a layer, and slots of
+    its blocks, offsets, table and runs; ``offloaded``: slots of a layer's keys and values in host memory, or of its
+    latents; ``latents``: an attention, its heads, and slots of the matrices for queries and mixed latents.
     """
 
     addresses: array[int]
@@ -98,7 +98,7 @@ class StepAddresses:
 
 @dataclass(slots=True)
 class Paging:
-    """Of the step that ``buffers`` are of, while it is looked at; ``batch.current`` is that step."""
+    """Lowers the calls of the step of ``buffers``, which is ``batch.current`` meanwhile."""
 
     buffers: Buffers
     _groups: dict[int, _Group] = field(default_factory=dict)
@@ -106,8 +106,8 @@ class Paging:
     _latents: list[tuple[Any, int, tuple[Address, Address]]] = field(default_factory=list)
     _written: int | None = None
 
-    def operations(self, call: WrittenCall) -> list[Operation] | None:
-        """``None``: it is no such call. Raises ``NotTaken`` if it is one that only Python can make."""
+    def operations(self, call: TracedCall) -> list[Operation] | None:
+        """The operations; ``None``: another call. Raises ``UnsupportedCall`` for one that only Python can make."""
         function, args, named = arguments_of(call.function, [self.buffers.at(index) for index in call.arguments])
         if function is _UPDATE:
             return self._update(*args[1:4])
@@ -116,7 +116,7 @@ class Paging:
         return None
 
     def addresses(self, addresses: array[int], slot: Callable[[Buffer], int]) -> StepAddresses:
-        """What must be called before each replay."""
+        """The call that must precede each replay."""
         groups = tuple(
             (one.layer, tuple(slot(address.buffer) for address in (one.blocks, one.offsets, one.table, one.runs)))
             for one in self._groups.values()
@@ -133,7 +133,7 @@ class Paging:
     def _group(self, layer: int) -> tuple[_Group, GroupStep]:
         step = current.get(None)
         if step is None:
-            raise NotTaken
+            raise UnsupportedCall
         group = step.of_layer[layer]
         check(group.runs is not None)
         if id(group) not in self._groups:
@@ -188,7 +188,7 @@ class Paging:
     def _attended(
         self, query: Address, width: int, views: Sequence[Tensor], reads: _Reads, out: Side
     ) -> list[Operation]:
-        """Attention of queries of ``width`` to ``out``, whose numbers lie in their order."""
+        """The attention of queries of ``width`` into ``out``, which is contiguous."""
         keys, values = views
         runs, half = reads.group.runs, out.dtype is torch.bfloat16
         assert runs is not None
@@ -207,7 +207,7 @@ class Paging:
     def _latents_read(self, module: Any, query: Tensor, out: Tensor, reads: _Reads) -> list[Operation]:
         """``attention._paged_latent`` of ``query`` ``[tokens, heads, width]``."""
         weights = current.get().latent_weights
-        check(not self.buffers.any_rows)  # each token is a product of its own
+        check(not self.buffers.any_rows)  # each token has operations of its own
         check(weights.stays(module) and module.kv_b_proj.weight.dtype is query.dtype)
         (tokens, heads, width), size = query.shape, query.element_size()
         for_queries, for_values = weights.of(module, heads)
@@ -234,8 +234,8 @@ class Paging:
     def _per_head(
         self, given: tuple[Address, int], weight: Tensor, lies: Address, to: tuple[Address, int]
     ) -> Operation:
-        """``kernels.per_head`` of one token: where its rows begin, and how many numbers they are apart; the same of
-        what they become. ``lies``: where ``weight`` ``[heads, outputs, inputs]`` is.
+        """``kernels.per_head`` of one token: address and stride, in numbers, of its rows, and of the results.
+        ``lies``: the address of ``weight`` ``[heads, outputs, inputs]``.
         """
         check(weight[0].is_contiguous())
         form, halves = kernels.form_of(weight, kernels.of_plain(weight[0]))
@@ -246,7 +246,7 @@ class Paging:
         return Operation((*words, *matrix, to[1] * size, weight.stride(0) * size, 0, 0))
 
     def _in_order(self, tensor: Tensor) -> tuple[Address, list[Operation]]:
-        """Its address, once its numbers lie in their order."""
+        """The address of a contiguous form of ``tensor``, and the operations that make it."""
         if tensor.is_contiguous():
             return self.buffers.address_of(tensor), []
         address = self.buffers.temporary(tensor.numel() * tensor.element_size())
@@ -267,5 +267,5 @@ class Paging:
 
 
 def _after(address: Address, nbytes: int) -> Address:
-    """So many bytes behind it."""
+    """The address ``nbytes`` further on."""
     return address._replace(offset=address.offset + nbytes)

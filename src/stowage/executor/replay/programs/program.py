@@ -1,7 +1,7 @@
-"""A program: many calls of the kernels as one, and the memory that it works in.
+"""A program: many operations of the kernels in one call, and the memory that it works in.
 
-Owns where results lie: in an ``Arena``, at the same addresses in each replay, so that calls of Python find there what
-they need. ``writer`` makes programs.
+Results lie in an ``Arena``, at the same addresses in each replay, where Python calls find them. ``writer`` makes
+programs.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ __all__ = ["Arena", "Program"]
 
 
 class Arena:
-    """What programs of one model work in, one after the other, and tables that they look into.
+    """The working memory of one model's programs, which run one after the other, and their look-up tables.
 
-    It is as large as the largest recorded step needs for what it computes, without its logits: less than that step
-    takes when the model computes it.
+    It is as large as the largest recorded step needs for its results, without the logits: less than the model's own
+    code takes for that step.
     """
 
     def __init__(self) -> None:
         self._buffers = torch.empty(0, dtype=torch.uint8)
         self.tables: dict[Any, Tensor] = {}
-        """All results of functions of single bfloat16 numbers, 128 KiB each."""
+        """Tables of elementwise functions: the results for all bfloat16 numbers, 128 KiB each."""
 
     def room(self, nbytes: int) -> Tensor:
-        """At least so many bytes. It grows by doubling; who has been given less before keeps that."""
+        """At least ``nbytes`` bytes. The memory grows by doubling; what was handed out before stays valid."""
         if nbytes > self._buffers.numel():
             self._buffers = torch.empty(max(nbytes, 2 * self._buffers.numel()), dtype=torch.uint8)
         return self._buffers
@@ -39,8 +39,8 @@ class Arena:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Called with the tensors of which ``inputs`` has slots and strides; gives ``result`` (slot, shape, strides, type),
-    if it has one. ``kept``: what has addresses that do not change.
+    """Called with the tensors of which ``inputs`` has slots and strides; returns ``result`` (slot, shape, strides,
+    type), if it has one. ``kept``: keeps the tensors alive whose addresses are in the program.
     """
 
     code: array[int]
@@ -52,7 +52,7 @@ class Program:
     def __call__(self, *given: Tensor) -> Tensor | None:
         kept = []
         for (slot, strides), tensor in zip(self.inputs, given, strict=True):
-            if tensor.stride() != strides:  # it was made in another way than when it was written down
+            if tensor.stride() != strides:  # laid out in another way than in the trace
                 tensor = tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
                 kept.append(tensor)
             self.addresses[slot] = tensor.data_ptr()

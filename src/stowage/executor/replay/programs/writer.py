@@ -1,16 +1,16 @@
-"""Runs of a step's calls as one call of the kernels each: what lies between two calls that only Python can make.
+"""Compiles a traced step to programs: each run of calls between two that stay in Python is one call of the kernels.
 
     norm linear view mul neg cat mul add ... put attend view linear add norm ...   ->   one program
     topk (of experts)                                                              ->   stays a call
 
 A token of a small model takes half its time in calls that compute next to nothing: a rotary embedding is thirteen of
-them per layer. A program is a list of numbers (``native/kernels/program.h``); which calls it can stand for is said in
-``operations`` and ``paging``.
+them per layer. A program is a list of numbers (``native/kernels/program.h``); ``operations`` and ``paging`` lower calls
+to it.
 
-Owns which results lie where in the ``Arena``: those that are not needed any more make room for others. The logits lie
-in memory of their own, since they are the caller's. Parameters are kept, and read where they lay when the step was
-written down: to ask for 300 addresses takes as long as a layer, since weights have driven them from the caches. What
-calls of Python give may lie anywhere.
+Owns the offsets of results in the ``Arena``, where dead results make room for others. The logits have memory of their
+own, since they are the caller's. Parameters are kept alive, and their addresses are those of the trace: reading 300
+addresses anew takes as long as a layer, since weights have evicted them from the caches. The addresses of Python calls'
+results are read in each replay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stowage.executor.replay.calls.call_list import RecordedCalls, WrittenCall, WrittenStep, listed
+from stowage.executor.replay.calls.call_list import RecordedCalls, TracedCall, TracedStep, listed
 from stowage.executor.replay.calls.recordable import ALLOWED
 from stowage.executor.replay.programs.buffers import (
     ARENA,
@@ -36,73 +36,73 @@ from stowage.executor.replay.programs.buffers import (
     Buffers,
     Size,
 )
+from stowage.executor.replay.programs.encoding import Operation, UnsupportedCall
 from stowage.executor.replay.programs.fusion import fused
 from stowage.executor.replay.programs.operations import operations
 from stowage.executor.replay.programs.paging import Paging
 from stowage.executor.replay.programs.program import Arena, Program
-from stowage.executor.replay.programs.words import NotTaken, Operation
 
-__all__ = ["Sketch", "View", "Writer", "put", "sketched", "tensor_of", "with_programs"]
+__all__ = ["ProgramPlan", "View", "Writer", "planned", "put", "tensor_of", "with_programs"]
 
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
-    """What is known of a step before it is written with programs: ``taken``, what programs do in the place of each call
-    (``None``: it stays), and ``needed``, see ``_needed``.
+class ProgramPlan:
+    """What is known of a step before its programs are written: ``lowered``, the operations of each call (``None``: it
+    stays a Python call), and ``needed``, see ``_needed``.
     """
 
-    step: WrittenStep
+    step: TracedStep
     buffers: Buffers
     paging: Paging
-    taken: Sequence[list[Operation] | None]
+    lowered: Sequence[list[Operation] | None]
     needed: dict[int, int]
 
 
-def with_programs(step: WrittenStep, arena: Arena) -> RecordedCalls:
-    """``step``, with programs for all runs of calls that can be made by one."""
-    sketch = sketched(step, arena)
-    if not any(sketch.taken):
+def with_programs(step: TracedStep, arena: Arena) -> RecordedCalls:
+    """``step`` with programs for all runs of calls that can be lowered."""
+    plan = planned(step, arena)
+    if not any(plan.lowered):
         return listed(step)
-    there = sketch.buffers.used(ARENA)
+    there = plan.buffers.used(ARENA)
     room = arena.room(put(there, [Size(buffer.nbytes) for buffer in there]).nbytes)
-    writer = Writer(sketch, (room,))
+    writer = Writer(plan, (room,))
     writer.addresses[0] = room.data_ptr()
-    written = writer.written()
-    values = list(written.values)
+    traced = writer.traced()
+    values = list(traced.values)
     for index, view in writer.shown.items():
         values[index] = view.of(room)
-    return listed(replace(written, values=tuple(values)))
+    return listed(replace(traced, values=tuple(values)))
 
 
-def sketched(step: WrittenStep, arena: Arena, *, any_rows: bool = False) -> Sketch:
-    """What ``step`` is, which is ``batch.current``; ``any_rows``: steps of other numbers of rows are meant, too."""
+def planned(step: TracedStep, arena: Arena, *, any_rows: bool = False) -> ProgramPlan:
+    """The plan of ``step``, which is ``batch.current``; ``any_rows``: it must hold for other numbers of rows, too."""
     try:
         buffers = Buffers(step, arena.tables, any_rows)
         paging = Paging(buffers)
-        taken = [_taken(buffers, paging, call) for call in step.calls]
-    except NotTaken:  # attention, or what it reads, is Python's
+        lowered = [_lowered(buffers, paging, call) for call in step.calls]
+    except UnsupportedCall:  # attention, or what it reads, is Python's
         buffers = Buffers(step, arena.tables, any_rows)
         paging = Paging(buffers)
-        taken = [operations(buffers, call) for call in step.calls]
-    taken = fused(taken)
+        lowered = [operations(buffers, call) for call in step.calls]
+    lowered = fused(lowered)
     result = buffers.lies_in(step.result)
     if result is not None and result.kind == ARENA:
         result.kind = RESULT
-    needed = _needed(step, buffers, taken)
-    buffers.let_go()
-    return Sketch(step, buffers, paging, taken, needed)
+    needed = _needed(step, buffers, lowered)
+    buffers.drop_tensors()
+    return ProgramPlan(step, buffers, paging, lowered, needed)
 
 
-def _taken(buffers: Buffers, paging: Paging, call: WrittenCall) -> list[Operation] | None:
+def _lowered(buffers: Buffers, paging: Paging, call: TracedCall) -> list[Operation] | None:
     done = paging.operations(call)
     return operations(buffers, call) if done is None else done
 
 
-def _needed(step: WrittenStep, buffers: Buffers, taken: Sequence[Sequence[Operation] | None]) -> dict[int, int]:
-    """Values that calls of Python need, or programs that do not know their address, and until which call; how long
-    buffers are used is noted.
+def _needed(step: TracedStep, buffers: Buffers, lowered: Sequence[Sequence[Operation] | None]) -> dict[int, int]:
+    """By slot, the values that Python calls need, or programs that do not know their address, and the last call that
+    needs each. Records in ``buffers`` which calls use them.
     """
     needed = {step.result: len(step.calls)}
 
@@ -111,7 +111,7 @@ def _needed(step: WrittenStep, buffers: Buffers, taken: Sequence[Sequence[Operat
             needed[index] = max(needed.get(index, 0), until)
 
     for at in reversed(range(len(step.calls))):
-        call, done = step.calls[at], taken[at]
+        call, done = step.calls[at], lowered[at]
         if done is None:
             if call.name not in ALLOWED or call.result in needed:
                 need(call.arguments, at)
@@ -129,14 +129,14 @@ def _needed(step: WrittenStep, buffers: Buffers, taken: Sequence[Sequence[Operat
 
 
 def _is_there(buffers: Buffers, index: int) -> bool:
-    """Whether no call of Python has to give this value: it is in the arena, or the very tensor that a program gives."""
+    """Whether the value needs no Python call: it is in the arena, or it is a program's result."""
     buffer = buffers.lies_in(index)
     return buffer is not None and (buffer.kind == ARENA or (buffer.kind == RESULT and buffer.root == index))
 
 
 def put(buffers: Sequence[Buffer], sizes: Sequence[Size]) -> Size:
-    """Give each of ``buffers``, which take ``sizes``, its offset, where nothing is that is used at the same time; what
-    all take.
+    """Give each of ``buffers`` of these ``sizes`` an offset at which no other lies that is used at the same time;
+    returns the size of all.
     """
     there: list[tuple[Buffer, Size, Size]] = []
     total = Size(0)
@@ -156,7 +156,7 @@ def put(buffers: Sequence[Buffer], sizes: Sequence[Size]) -> Size:
 
 
 class View(NamedTuple):
-    """A tensor that lies in the arena, from its byte ``begin`` on."""
+    """A tensor in the arena, at byte ``begin``."""
 
     begin: int
     shape: tuple[int, ...]
@@ -169,38 +169,38 @@ class View(NamedTuple):
 
 
 class Writer:
-    """Writes a step's calls down once more, with programs. Slot 0 is the arena, whose address is to be put there.
-    ``rows``: for how many the offsets of buffers are asked; ``kept``: what programs keep besides constants. ``shown``:
-    by their indices, the values that lie in the arena.
+    """Writes a step's calls anew, with programs. Slot 0 of addresses is for the arena's. ``rows``: the number of rows
+    that buffers' offsets are for; ``kept``: tensors that programs keep alive besides constants. ``shown``: by slot, the
+    values that are views of the arena.
     """
 
-    def __init__(self, sketch: Sketch, kept: tuple[Tensor, ...] = (), rows: int = 0) -> None:
-        self._sketch, self._step, self._buffers, self._rows = sketch, sketch.step, sketch.buffers, rows
+    def __init__(self, plan: ProgramPlan, kept: tuple[Tensor, ...] = (), rows: int = 0) -> None:
+        self._plan, self._step, self._buffers, self._rows = plan, plan.step, plan.buffers, rows
         self._values = list(self._step.values)
         constants = self._buffers.used(CONSTANT)
         others = [buffer for kind in (CALLED, RESULT, STEP) for buffer in self._buffers.used(kind)]
         self._slots = {id(buffer): 1 + at for at, buffer in enumerate((*constants, *others))}
         self._kept = (*kept, *(tensor_of(buffer).detach() for buffer in constants))
         self.addresses = array("q", [0, *(buffer.address for buffer in constants)] + [0] * len(others))
-        self.shown = {index: view for index in sketch.needed if (view := self._in_arena(index)) is not None}
-        self._calls: list[WrittenCall] = []
+        self.shown = {index: view for index in plan.needed if (view := self._in_arena(index)) is not None}
+        self._calls: list[TracedCall] = []
         self._program: list[Operation] = []
-        self._views: list[WrittenCall] = []
+        self._views: list[TracedCall] = []
 
     def _in_arena(self, index: int) -> View | None:
-        """The value ``index``, if it lies there."""
+        """The view that is the value in slot ``index``, if it lies in the arena."""
         place = self._buffers.place(index)
         if place is None or place.buffer.kind != ARENA:
             return None
         return View(place.buffer.offset.at(self._rows) + place.offset, place.shape, place.strides, place.dtype)
 
-    def written(self) -> WrittenStep:
-        """The step as it is made from now on."""
+    def traced(self) -> TracedStep:
+        """The step with programs."""
         if self._buffers.used(STEP):
-            there = self._sketch.paging.addresses(self.addresses, lambda buffer: self._slots[id(buffer)])
-            self._calls.append(WrittenCall(there, (), self._new_value()))
-        needed = self._sketch.needed
-        for call, done in zip(self._step.calls, self._sketch.taken, strict=True):
+            there = self._plan.paging.addresses(self.addresses, lambda buffer: self._slots[id(buffer)])
+            self._calls.append(TracedCall(there, (), self._new_value()))
+        needed = self._plan.needed
+        for call, done in zip(self._step.calls, self._plan.lowered, strict=True):
             wanted = call.result in needed
             if done:
                 self._program += done
@@ -214,7 +214,7 @@ class Writer:
         return replace(self._step, calls=tuple(self._calls), values=tuple(self._values))
 
     def _flush(self) -> None:
-        """What is to be done before the next call of Python: the program, and then views of what it gives."""
+        """Write what must precede the next Python call: the program, and then views of its results."""
         if self._program:
             used = {id(buffer): buffer for operation in self._program for buffer in operation.buffers()}
             called = [buffer for buffer in used.values() if buffer.kind == CALLED]
@@ -227,7 +227,7 @@ class Writer:
                 given = (self._slots[id(results[0])], tuple(tensor.shape), tensor.stride(), tensor.dtype)
             program = Program(code, self.addresses, self._kept, inputs, given)
             arguments = tuple(buffer.root for buffer in called)
-            self._calls.append(WrittenCall(program, arguments, index if index >= 0 else self._new_value()))
+            self._calls.append(TracedCall(program, arguments, index if index >= 0 else self._new_value()))
         self._calls += self._views
         self._program, self._views = [], []
 
@@ -251,6 +251,6 @@ class Writer:
 
 
 def tensor_of(buffer: Buffer) -> Tensor:
-    """That which lies in it from its beginning on."""
+    """The tensor at the buffer's beginning."""
     assert buffer.tensor is not None, "only the arena's buffers may be no tensor's"
     return buffer.tensor
