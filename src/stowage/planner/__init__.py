@@ -1,5 +1,5 @@
-"""What a machine can do with a model before it is tried: sizes from a config, speeds of the machine, the best placement
-for given budgets, and what a trace of prompts would find in the tiers.
+"""Plans how a machine runs a model: sizes from a config, measured speeds, the best placement for given budgets.
 
-Nothing here imports torch at its top, and planning works without it: only measuring a machine's speeds needs it.
+No module here imports torch when it is imported. Only measuring a machine's speeds, and building a model from its
+config, need it.
 """

@@ -1,4 +1,4 @@
-"""The experts of a model as what a cache holds: how large it must and can be, and how often an expert is there."""
+"""Sizes and hit rate of a cache for a model's experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STACKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """The experts of a model as what a cache holds. ``edge_bytes``: pages that two neighbours share, which stay."""
+    """The experts of a model, to be cached. ``edge_bytes``: pages that two neighbours share, which stay resident."""
 
     count: int
     nbytes: int
@@ -34,7 +34,7 @@ class Cached:
 
     @property
     def least_bytes(self) -> int:
-        """A prompt may choose all experts of a layer; one frame more is what an expert that is offloaded reads as."""
+        """All experts of a layer, which a prompt may choose, and one frame that offloaded experts are read from."""
         return self.edge_bytes + self.frame_bytes * (self.layer_most + 1)
 
     @property
@@ -42,8 +42,8 @@ class Cached:
         return self.edge_bytes + self.frame_bytes * (self.count + 1)
 
     def held_share(self, cache_bytes: int) -> float:
-        """Of all experts, those that are in a cache of so many bytes: how often one is there, if the router chooses
-        evenly. Text prefers some, and then a cache has more of what is chosen.
+        """The share of experts that fit into a cache of this size: its hit rate if the router chooses evenly. Real text
+        prefers some experts, which gives more hits.
         """
         frames = (cache_bytes - self.edge_bytes) // self.frame_bytes - 1
         return min(1.0, frames / self.count)

@@ -1,7 +1,7 @@
-"""How fast torch computes here what a model asks of it. Run as a program of its own: it imports torch, and prints one
-JSON object on stdout. It says, too, whether others took the cores meanwhile.
+"""Measures how fast this machine computes a model's operations, and whether other programs used its cores meanwhile.
 
-Owns the measurements. Matrices are used one after the other, together larger than caches, as a model's layers are.
+A program of its own, which imports torch and prints one JSON object on stdout. Matrices are used in turn and are
+together larger than the CPU's caches, as a model's layers are.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LINK_BYTES = 256 << 20
 
 
 def typical_s(job: Callable[[int], object], wait: Callable[[], object]) -> float:
-    """A typical time of ``job``: it is called with 1, 2, 3, ..., and of spans of calls that last some milliseconds the
-    mean of the middle one counts. So what disturbs every span is part of it, and what disturbs a measurement once is
-    not. One call before does not count.
+    """A typical time of one call of ``job``, which is called with 1, 2, 3, ...: the median, over spans of calls that
+    last some milliseconds, of the mean time per call. So a single disturbance is left out and a constant one is not.
+    The first call is a warm-up.
     """
     job(0)
     wait()
@@ -50,7 +50,7 @@ def typical_s(job: Callable[[int], object], wait: Callable[[], object]) -> float
 
 
 def measure(say: Callable[[str], object], file: Path | None = None) -> dict[str, Any]:
-    """All speeds, as fields of ``Machine``. ``say`` hears what is being measured; ``file`` is read while computing."""
+    """All speeds, as fields of ``Machine``. ``say`` reports progress; ``file`` is read while computing."""
     import torch
 
     from stowage.executor import kernels
@@ -90,8 +90,8 @@ def measure(say: Callable[[str], object], file: Path | None = None) -> dict[str,
 
 
 def waited_share(tasks: Path = Path("/proc/self/task")) -> float:
-    """Of the time in which this process's threads could have run, the share that they waited for a core; 0 where the
-    system does not say it (``schedstat`` in https://docs.kernel.org/scheduler/sched-stats.html).
+    """The share of their runnable time that this process's threads waited for a core; 0 where the system does not
+    report it (``schedstat`` in https://docs.kernel.org/scheduler/sched-stats.html).
     """
     ran_ns = waited_ns = 0
     for file in tasks.glob("*/schedstat"):
@@ -104,7 +104,7 @@ def waited_share(tasks: Path = Path("/proc/self/task")) -> float:
 
 
 def multiplier(dtype: Any, device: Any) -> Callable[[Any, Any], Any]:
-    """What the engine computes linear layers with."""
+    """The function that the engine computes linear layers with."""
     import torch
 
     from stowage.executor import kernels
@@ -113,7 +113,7 @@ def multiplier(dtype: Any, device: Any) -> Callable[[Any, Any], Any]:
 
 
 def products(dtype: Any, device: Any, wait: Callable[[], object]) -> dict[int, float]:
-    """Parameters per second, by rows; as the engine multiplies."""
+    """Parameters per second of the engine's matrix products, by number of rows."""
     import torch
 
     linear = multiplier(dtype, device)
@@ -132,7 +132,7 @@ def products(dtype: Any, device: Any, wait: Callable[[], object]) -> dict[int, f
 
 
 def attention(dtype: Any, device: Any, wait: Callable[[], object], *, int8: bool = False) -> float:
-    """Operations per second of causal attention; as the engine computes it, ``int8``: with activations in 8 bits."""
+    """Operations per second of the engine's causal attention; ``int8``: with activations in 8 bits."""
     from stowage.executor import kernels
 
     heads, tokens, size = _ATTENTION
@@ -166,7 +166,7 @@ def _by_torch(dtype: Any, device: Any) -> Callable[[int], object]:
 
 
 def layer_s(device: Any, wait: Callable[[], object]) -> float:
-    """Seconds of one layer so small that its products take no time: calls, norms, rotation, cache."""
+    """Seconds of a layer with negligible matrix products: calls, norms, rotation, cache."""
     import torch
 
     layer = _layer(device)

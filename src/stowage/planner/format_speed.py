@@ -1,8 +1,8 @@
-"""How long products with matrices in published formats and in our own packed forms take, against plain numbers.
+"""Measures matrix products with quantized formats, published and our own, relative to unquantized matrices.
 
-Owns the measurement, which is a part of the machine's (``compute``): products as the engine makes them, with matrices
-that no cache holds. And what is told of a format that is slower than plain numbers. Formats without kernels (another
-type than these compute in, or no compiled part) are much slower by their nature, and are not measured.
+Part of the machine's measurement (``compute``): the engine's products, with matrices that are larger than caches. Also
+the notes about formats that are slower than unquantized weights. Formats without kernels (in another dtype, or where
+nothing was compiled) are much slower, and are not measured.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from stowage.weights.quantized.i_quants import I_QUANTS, is_readable
 __all__ = ["is_ours", "measure", "notes", "with_int8"]
 
 _OUTPUTS = {1: 16384, 8: 8192, 128: 2048}
-"""Of matrices of the usual width, by rows: so many that handing work to threads takes no time beside few rows."""
+"""Outputs of matrices of the usual width, by rows: so many that distributing work to threads takes negligible time."""
 ROWS: Final = tuple(_OUTPUTS)
 _BYTES = 128 << 20
 _PASS_S = 0.004
 _ROUNDS = 4
 _LEAST: Final = 1.05
-"""Noise is not told."""
+"""Smaller differences are noise, and not reported."""
 Times = dict[str, dict[int, float]]
 
 
 def measure(dtype: torch.dtype) -> tuple[Times, Times]:
-    """``Machine.formats`` and ``Machine.narrow`` for ``dtype``: how many times as long as plain numbers each format
-    takes, by rows; with activations in 8 bits under names that end in ``INT8``. Empty where there are no kernels.
+    """``Machine.formats`` and ``Machine.narrow`` for ``dtype``: time of each format relative to unquantized weights, by
+    rows; with activations in 8 bits under names that end in ``INT8``. Empty where there are no kernels.
     """
     if not kernels.wanted(torch.device("cpu"), dtype):
         return {}, {}
@@ -71,7 +71,7 @@ def measure(dtype: torch.dtype) -> tuple[Times, Times]:
 
 
 def is_ours(name: str) -> bool:
-    """Whether it is a form that only `stowage pack` writes."""
+    """Whether only `stowage pack` writes this format."""
     return name == "int8" or name.startswith("int4_")
 
 
@@ -90,8 +90,8 @@ def with_int8(model: Model, machine: Machine) -> Model:
 
 
 def notes(formats: Sequence[str], dtype: str, machine: Machine) -> tuple[str, ...]:
-    """A sentence for each of ``formats`` that is slower on ``machine`` than plain numbers, for a model that is run in
-    ``dtype``; and one for those of which that is not known.
+    """A sentence for each of ``formats`` that is slower on ``machine`` than unquantized weights in ``dtype``, and one
+    for those that were not measured.
     """
     known = machine.formats.get(dtype, {})
     found, unknown = [], sorted(name for name in formats if name not in known)
@@ -113,8 +113,8 @@ def notes(formats: Sequence[str], dtype: str, machine: Machine) -> tuple[str, ..
 def _times(
     name: str, plain: Sequence[Sequence[Any]], matrices: Sequence[Sequence[Any]], rows: int
 ) -> dict[str, tuple[float, float]]:
-    """How many times as long as a plain matrix of the usual width one of the usual and one of the narrow width takes,
-    by each way to multiply with it: medians of passes in turn.
+    """Time relative to an unquantized matrix of the usual width, of a matrix of the usual and of the narrow width, by
+    each way to multiply with it: medians of interleaved passes.
     """
     exact, rounding = (RowInvariance(linear=True, exact=True, int8=int8).alone for int8 in (False, True))
     inputs = [torch.ones(rows, width, dtype=plain[0][0].dtype) for width in (USUAL_WIDTH, NARROW_WIDTH)]
@@ -142,7 +142,7 @@ def _pass_s(multiply: Callable[[Any], Any], matrices: Sequence[Any]) -> float:
 
 
 def _filled(memory: mmap.mmap) -> torch.Tensor:
-    """Bytes in huge pages, as those of weights, that mean numbers in each format."""
+    """Bytes in huge pages, as weights have them, that are valid numbers in every format."""
     in_huge_pages(memory)
     return torch.frombuffer(memory, dtype=torch.uint8).fill_(0x33)
 

@@ -1,4 +1,4 @@
-"""What a forward of the engine takes besides its matrix products. Measured on tiny models, through the engine itself.
+"""Measures what a forward of the engine takes besides its matrix products, with tiny models in the engine itself.
 
     a step        scheduling, handing tokens over                     by a model of few layers, after other reading
     a layer       calls, norms, rotation, attention over few keys     by one of more layers
@@ -9,9 +9,9 @@
     a mixture     routing, for each layer that has experts            by models with few and many experts that are met
     an expert     the calls for each expert that is met
 
-A step's own code and data are driven from the caches by a model's weights, so before each they are by other memory.
+In real use a model's weights evict a step's code and data from the caches; here other memory does so before each step.
 
-Runs in the process of ``compute``: torch and Transformers are imported here. Owns no number.
+Runs in the process of ``compute``: torch and Transformers are imported here.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _step_s(
 
 
 def _drawing_s() -> float:
-    """Seconds of a step of a batch with many logits, which cost nothing to compute."""
+    """Seconds of a step that draws from many logits per sequence, which take no time to compute."""
     import torch
 
     model = _llama(_LAYERS_FEW, vocab_size=_VOCAB_MORE)

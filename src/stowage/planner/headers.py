@@ -1,7 +1,7 @@
 """Exact sizes of a checkpoint from the headers of its safetensors files; no tensor is read.
 
-Owns the reading of headers (an 8-byte little-endian length, then so much JSON) and what their names say: which layer a
-tensor belongs to, and whether it is an expert's. Every length is checked before memory is taken for it.
+Owns the parsing of headers (an 8-byte little-endian length, then that much JSON) and of tensor names: which layer a
+tensor belongs to, and whether it is an expert's. Every length is checked before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _EXPERT = re.compile(r"(?:^|\.)experts\.|(?:moe|^mlp)\.(?:in|out)put_linear\.")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One entry of a header. ``nbytes``: in the file. ``packed``: how many weights are in it where its shape does not
-    say so; 0 for a tensor of any other kind. ``format``: in which they are, by the names of ``Machine.formats``; empty
-    for plain numbers. ``rows``: of how many outputs it is the matrix, where its shape does not say that.
+    """One entry of a header. ``nbytes``: in the file. ``packed``: the number of weights in a quantized tensor, whose
+    shape does not tell it; else 0. ``format``: a name of ``Machine.formats``; empty: unquantized. ``rows``: the
+    matrix's outputs, where its shape does not tell them.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Tensor:
 
     @property
     def outputs(self) -> int:
-        """Of all its matrices, which are taken for as wide as usual where that is not known."""
+        """Outputs of all its matrices, which count as ``USUAL_WIDTH`` wide where the width is not known."""
         if self.rows or self.packed:
             return self.rows or self.packed // USUAL_WIDTH
         return prod(self.shape[:-1]) if len(self.shape) > 1 else 0
@@ -114,7 +114,7 @@ def read_header(path: Path) -> list[Tensor]:
 
 
 def _unpacked(tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
-    """As it is in memory, where it lies packed without loss."""
+    """A losslessly packed tensor as it is in memory."""
     shape, dtype = tuple(int(n) for n in entry["shape"]), str(entry["dtype"])
     return Tensor(tensor.name, dtype, shape, prod(shape) * _FLOATS[dtype])
 
@@ -146,7 +146,7 @@ def read_tensors(directory: Path) -> list[Tensor]:
 
 
 def of_plan(plan: Plan) -> list[Tensor]:
-    """The parameters of a model that is computed from as it was published."""
+    """The parameters of a model that is run in its published format."""
     from stowage.weights.quantized.formats import PLAIN
 
     kept, beside = [], set[str]()
@@ -162,7 +162,7 @@ def of_plan(plan: Plan) -> list[Tensor]:
 
 
 def of_specs(specs: Mapping[str, tuple[Spec, int]], model: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters of ``model``, of which some are as ``specs`` say: of each its format, and how many experts."""
+    """The parameters of ``model``, some of them in the formats of ``specs`` (format and number of experts, by name)."""
     found = []
     for tensor in model:
         spec, experts = specs.get(tensor.name, (None, 0))
@@ -236,12 +236,12 @@ def measured(model: Model, tensors: list[Tensor], dtype: str = "") -> Model:
 
 
 def _exact(layer: Layer, sums: Mapping[str, _Sum]) -> Layer:
-    """``layer`` with what was found of it."""
+    """``layer`` with the exact sizes of its tensors."""
     experts = sums.get("experts", _Sum())
     parameters = {kind: found.parameters for kind, found in sums.items() if kind != "experts"}
     dense = sum(found.nbytes for kind, found in sums.items() if kind != "experts")
     count = layer.experts if experts.parameters else 0
-    if experts.parameters and not count:  # of a family that is not known: all of them are used
+    if experts.parameters and not count:  # an unknown family: all experts count as used
         return replace(
             layer,
             parameters={**parameters, MLP: parameters.get(MLP, 0) + experts.parameters},
@@ -272,7 +272,7 @@ def _sorted(tensors: list[Tensor]) -> Iterator[tuple[int, str, Tensor]]:
 
 
 def _kind(name: str, tensor: Tensor) -> str:
-    """What a tensor of a layer is part of."""
+    """The kind of a layer's tensor: which part of the layer it belongs to."""
     if "shared_expert" in name or "shared_mlp" in name:
         return SHARED
     if _EXPERT.search(name):
@@ -293,8 +293,8 @@ def layer_count(tensors: list[Tensor]) -> int:
 
 
 def plain(fields: Fields, tensors: list[Tensor], dtype: str) -> Model:
-    """A model that is not known, run in ``dtype``, of whose layers only the sizes are: every layer is taken to keep all
-    keys and values, which is the most that it can keep.
+    """An unknown model, run in ``dtype``, from the sizes of its layers alone: every layer counts as full attention,
+    which keeps the most.
     """
     count = fields.number("num_hidden_layers", 0) or layer_count(tensors)
     vocab, hidden, heads = (fields.number(n) for n in ("vocab_size", "hidden_size", "num_attention_heads"))

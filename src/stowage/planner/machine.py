@@ -1,6 +1,6 @@
-"""How fast a machine is, in the few numbers that a prediction needs; as measured, or typical figures where nobody has.
+"""The speeds of a machine that a prediction needs: measured ones, or typical ones where there are none.
 
-Owns the numbers and their file format. Measuring is ``probe``'s job, predicting ``predict``'s.
+Owns the numbers and their file format. ``probe`` measures, ``predict`` predicts.
 """
 
 from __future__ import annotations
@@ -29,25 +29,23 @@ CPU, CUDA = "cpu", "cuda"
 class Machine:
     """Speeds of one machine; bytes and operations per second.
 
-    ``products``: by type, then rows: parameters of a matrix that are multiplied with so many rows in one second, when
-    the matrix comes from memory. ``attention``: operations of causal attention over a long prompt, by type.
-    ``formats``: by type, then format (of ``weights.quantized.formats``, or packed by us), then rows: how many times
-    as long such a product takes, of matrices ``USUAL_WIDTH`` wide; ``narrow``: the same of matrices ``NARROW_WIDTH``
-    wide, also of plain numbers, under the name of their type. ``disk_read``: by number of 1 MiB reads in flight, past
-    the page cache. ``link_in``, ``link_out``: to and from a device with memory of its own; 0 where the device computes
-    from ordinary memory. ``stream_bytes_per_s``: weights from the disk through a ring, 0 where only reads were
-    measured; ``overlap_loss``: by rows that are computed at once: by what share of the time that reading takes
-    computing takes longer when both go on (0: not at all, 1: one waits for the other). Few rows wait for memory, as
-    reading does; many hardly. ``mapped_byte_s``: seconds by which a byte of a file that is mapped and in the page cache
-    takes longer than one in memory, whose pages are larger.
+    ``products``: by dtype, then rows: parameters per second of a product with this many rows, when the matrix comes
+    from memory. ``attention``: by dtype: operations of causal attention over a long prompt. ``formats``: by dtype, then
+    format (of ``weights.quantized.formats``, or our own), then rows: the time of a product relative to unquantized
+    weights, for matrices ``USUAL_WIDTH`` wide; ``narrow``: the same for matrices ``NARROW_WIDTH`` wide, and for
+    unquantized ones under the name of their dtype. ``disk_read``: by number of 1 MiB direct reads in flight.
+    ``link_in``, ``link_out``: to and from a device with memory of its own; 0: there is none. ``stream_bytes_per_s``:
+    weights from disk through a ring, 0 where only reads were measured. ``overlap_loss``: by rows: how much longer
+    computing takes while weights are read, as a share of the time to read them (0: no longer, 1: as if one waited for
+    the other). Few rows compete with the reads for memory; many hardly. ``mapped_byte_s``: extra seconds per byte of
+    weights in a mapped file, compared with memory in larger pages.
 
-    What a forward takes besides its products: ``step_s`` whatever it does, ``layer_s`` for each layer, and
-    ``sequence_s`` for each further sequence in it; ``logit_s`` for each number that a token is drawn from;
-    ``mixture_s`` for each layer with experts, ``expert_s`` for each expert that is met. ``attention_steps``: operations
-    of attention when decoding, by sequences of a batch, besides reading keys. ``elements_per_s``: activations (as many
-    as the model and its inner layers are wide, for each token and layer) that go through norms, rotation and gates; 0
-    where that is not known. ``waited_share``: of the time in which threads had something to multiply while that was
-    measured, the share that they waited for a core that others had.
+    The cost of a forward besides its products: ``step_s`` per forward, ``layer_s`` per layer, ``sequence_s`` per
+    further sequence, ``logit_s`` per logit that a token is drawn from, ``mixture_s`` per layer with experts,
+    ``expert_s`` per expert that is used. ``attention_steps``: by sequences of a batch: operations of attention when
+    decoding, without reading keys. ``elements_per_s``: activations (the widths of the model and of its inner layers,
+    per token and layer) through norms, rotation and gates; 0: not known. ``waited_share``: the share of their runnable
+    time that threads waited for a core during the measurement.
     """
 
     name: str
@@ -102,17 +100,17 @@ class Machine:
 
     @property
     def busy(self) -> bool:
-        """Whether others computed while it was measured, so that it is faster than these figures."""
+        """Whether other programs used the cores during the measurement, so that the machine is faster than this."""
         return self.waited_share > _BUSY_SHARE
 
     @property
     def disk_bytes_per_s(self) -> float:
-        """Of weights; else at the depth that is best; 0 where no disk was measured."""
+        """The rate of streamed weights, or else of reads at the best depth; 0 where no disk was measured."""
         return self.stream_bytes_per_s or max(self.disk_read.values(), default=0.0)
 
     def rates(self, dtype: str) -> tuple[float, Mapping[int, float]]:
-        """Speeds of products for ``dtype``, and what to divide them by: another type's where it was not measured, by
-        the bytes of an element.
+        """Speeds of products for ``dtype``, and a divisor for them. Where the dtype was not measured, another one's,
+        scaled by the bytes of an element.
         """
         if dtype in self.products:
             return 1.0, self.products[dtype]
@@ -120,10 +118,8 @@ class Machine:
         return max(1.0, ITEM_BYTES[dtype] / ITEM_BYTES[other]), self.products[other]
 
     def multiply_s(self, dtype: str, parameters: float, rows: float) -> float:
-        """Seconds to multiply ``rows`` rows with ``parameters`` parameters.
-
-        Between sizes that were measured on the line between them; beyond the largest in proportion. Never less for more
-        rows, whatever was measured.
+        """Seconds to multiply ``rows`` rows with ``parameters`` parameters. Interpolates linearly between measured
+        rows, extrapolates in proportion beyond the largest, and never decreases with more rows.
         """
         slower, rates = self.rates(dtype)
         points: list[tuple[int, float]] = []
@@ -133,8 +129,8 @@ class Machine:
         return parameters * _between(points, rows) * max(1.0, rows / largest) * slower
 
     def format_times(self, dtype: str, shares: Mapping[str, float], rows: float) -> float:
-        """How many times as long as in ``dtype`` a product takes, of whose parameters ``shares`` are in formats. What
-        was not measured takes as long.
+        """The time of a product relative to ``dtype``, where these ``shares`` of its parameters are in formats.
+        Unmeasured formats count as 1.
         """
         known = self.formats.get(dtype, {})
         longer = (
@@ -143,8 +139,8 @@ class Machine:
         return 1 + sum(longer)
 
     def narrow_times(self, dtype: str, outputs: Mapping[str, float], rows: float) -> float:
-        """How many times as long as one parameter in ``dtype`` so many ``outputs`` take beside their parameters, by
-        format; of plain numbers under an empty name. An output takes a time, and each of its parameters.
+        """The fixed cost of ``outputs`` outputs (by format, unquantized under an empty name), in units of the time of
+        one parameter in ``dtype``: a product takes a time per output and a time per parameter.
         """
         wide, narrow = self.formats.get(dtype, {}), self.narrow.get(dtype, {})
         longer = 0.0
@@ -157,7 +153,7 @@ class Machine:
         return longer
 
     def attend_step_s(self, operations: float, sequences: int) -> float:
-        """Seconds of attention in a step, without reading keys and values."""
+        """Seconds of attention in a decoding step, without reading keys and values."""
         points = sorted((count, 1 / rate) for count, rate in self.attention_steps.items())
         return operations * _between(points, sequences) if points else 0.0
 
@@ -167,7 +163,7 @@ class Machine:
         return rates[min(rates)] * ITEM_BYTES[dtype] / slower
 
     def overlap_loss_of(self, rows: int) -> float:
-        """Between sizes that were measured on the line between them, beyond them as there; 0 where none was."""
+        """``overlap_loss`` for ``rows``, interpolated linearly, constant beyond the ends; 0 where not measured."""
         return _between(sorted(self.overlap_loss.items()), rows) if self.overlap_loss else 0.0
 
     def attend_s(self, dtype: str, operations: float) -> float:
@@ -184,7 +180,7 @@ class Machine:
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    """On the line between two of ``points``, which ascend; beyond them as there."""
+    """Linear interpolation between ascending ``points``, constant beyond the ends."""
     if at <= points[0][0]:
         return points[0][1]
     for (low, value), (high, next_value) in pairwise(points):
@@ -194,7 +190,7 @@ def _between(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def by_number(found: Mapping[str, float]) -> dict[int, float]:
-    """JSON has no numbers as names."""
+    """With keys as integers, which JSON has as strings."""
     return {int(number): float(value) for number, value in found.items()}
 
 

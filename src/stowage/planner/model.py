@@ -1,9 +1,9 @@
 """The shape of a model before it is loaded: parameters of every layer by kind, what it caches, what it multiplies.
 
-Transformers builds the model of its config on the meta device, without weights, and a forward there shows what its
-cache keeps: so it is what the engine will find, for every family that the engine runs. Where the checkpoint's weights
-lie beside the config, sizes are those in their headers. A family that the engine does not run is planned by headers
-alone, or refused with the way out. torch is imported here only, when a model is read.
+Transformers builds the model of a config on the meta device, without weights, and a forward there shows what its cache
+keeps: the same as in the engine, for every family that the engine runs. Where the checkpoint's weights are beside the
+config, sizes are those in their headers. A family that the engine does not run is planned by headers alone, or refused
+with advice. torch is imported when a model is read.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _gguf(path: Path, dtype: str) -> Model | None:
 
 
 def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
-    """``model`` in the bytes in which others quantised it: of ``files``, or else as its config says."""
+    """``model`` with the sizes of its published quantization: those in ``files``, or else by its config."""
     import torch
 
     from stowage.models.published.checkpoint import expandable, meta_model, plan_of, specs_of
@@ -98,7 +98,7 @@ def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
 
 
 def shape(config: Any, dtype: str) -> Model:
-    """What the model of ``config``, a text model's, is made of when it is run in ``dtype``."""
+    """The shape of the text model of ``config`` when it is run in ``dtype``."""
     import torch
 
     from stowage.models.layout import context_tokens
@@ -143,7 +143,7 @@ def _with_experts(config: Any) -> dict[str, Any]:
 
 
 def _attention(found: Described) -> Iterator[Attention]:
-    """Each call of attention. Where it was not seen, each layer that keeps rows reads them with all heads."""
+    """Each call of attention. Where none was recorded, each layer that keeps rows reads them with all heads."""
     rows = {layer.index: layer for layer in found.layers if layer.kind is not Kind.RECURRENT}
     for read in found.reads:
         layer, query = rows[read.source], read.query

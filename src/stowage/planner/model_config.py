@@ -1,6 +1,6 @@
-"""Fields of a config.json that are needed where Transformers does not know the model, and names of types.
+"""Fields of a config.json, for models that Transformers does not know, and names of dtypes.
 
-A field that a formula needs and nobody states is a ``ModelError`` that names it; never a guess.
+A required field that is missing raises a ``ModelError`` that names it; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from stowage.errors import CheckpointError, ConfigError, ModelError
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "float8_e4m3fn": 1}
 """Bytes of one element, by name of the type."""
 LOSSLESS = "stowage-lossless"
-"""In the metadata of a file whose tensors lie packed to the bit (``weights.lossless``)."""
+"""The metadata key of a file with losslessly packed tensors (``weights.lossless``)."""
 PACKED = "stowage_pack"
-"""How a checkpoint that `stowage pack` wrote is quantised: its tensors are in memory as they are in its file."""
+"""The quantization method of checkpoints that `stowage pack` wrote: tensors are in memory as in the file."""
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers"),
@@ -29,7 +29,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 
 
 class Fields:
-    """The entries of one language model's config, under whichever of their names they are stated."""
+    """The entries of one language model's config, under any of their aliases."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = entries
@@ -52,7 +52,7 @@ class Fields:
 
     @property
     def dtype(self) -> str:
-        """Of the weights as they are meant to be run; float32 where nothing is said, as Transformers takes it."""
+        """The dtype that the model is meant to run in; float32 by default, as in Transformers."""
         name = str(self._entries.get("dtype") or self._entries.get("torch_dtype") or "float32").removeprefix("torch.")
         return name if name in ITEM_BYTES else "float32"
 
@@ -64,8 +64,8 @@ class Fields:
 
 
 def read_config(path: Path) -> Fields:
-    """The entries of a config file, those of the language model first where it is one part of several. Of both, the
-    outer config says how weights are kept.
+    """The entries of a config file. Where the language model is one part of several, its own entries take precedence,
+    except for dtype and quantization where the outer config states them.
 
     Raises ``CheckpointError`` for what cannot be read.
     """

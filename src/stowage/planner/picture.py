@@ -1,4 +1,4 @@
-"""A placement as a picture: how full each memory is, and in which one each layer lies. SVG, no library needed."""
+"""A placement as an SVG picture: how full each tier is, and the tier of each layer. Needs no library."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ COLORS: Mapping[str, str] = {
     "working": "#8d6a9f",
     "free": "#d9d4c7",
 }
-HOLD_COLORS: Mapping[str, str] = {DEVICE: "#2f6f4f", HOST: "#588b8b", DISK: "#e0a458"}
-_WHERE = {"in device": HOLD_COLORS[DEVICE], "in host": HOLD_COLORS[HOST], "on disk": HOLD_COLORS[DISK]}
+TIER_COLORS: Mapping[str, str] = {DEVICE: "#2f6f4f", HOST: "#588b8b", DISK: "#e0a458"}
+_WHERE = {"in device": TIER_COLORS[DEVICE], "in host": TIER_COLORS[HOST], "on disk": TIER_COLORS[DISK]}
 WIDTH = 860
 _LEFT, _BAR, _ROW, _TOP = 110, 560, 44, 92
 _STRIP = 64
@@ -30,7 +30,7 @@ _STYLE = (
 
 
 def draw(solution: Solution) -> str:
-    """An SVG. A bar's length is a memory's budget, with its parts inside; below, one column for each layer."""
+    """The SVG. A bar's length is a tier's budget, with its parts inside; below, one column for each layer."""
     model, prediction = solution.model, solution.prediction
     title = f"{model.family}, {model.total_parameters / 1e9:.3g} B parameters in {model.dtype}"
     speeds = f"predicted: {prediction.tokens_per_s:.3g} tokens/s for a batch of {solution.workload.batch}, "
@@ -75,7 +75,7 @@ def _strip(solution: Solution, y: int) -> str:
     width = (WIDTH - 48) / max(1, len(tiers))
     return "".join(
         f'<rect x="{24 + at * width:.2f}" y="{y}" width="{max(0.5, width - 1):.2f}" height="{_STRIP}" '
-        f'fill="{HOLD_COLORS[tier]}"/>'
+        f'fill="{TIER_COLORS[tier]}"/>'
         for at, tier in enumerate(tiers)
     )
 

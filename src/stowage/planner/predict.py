@@ -1,10 +1,10 @@
-"""How long a prompt and a token take, given where the weights lie. Arithmetic only; no clock, no files.
+"""Predicts how long a prompt and a token take for a placement of weights. Arithmetic only; no clock, no files.
 
-What is computed, what comes over the link and what comes from the disk go on at the same time, so a step takes as long
-as the slowest of them: residency is spread evenly, and a ring is filled ahead. Computing is slower while something is
-fetched, which costs nothing where it would have waited anyway. A layer that is offloaded is fetched with all its
-experts, although only those that the router chooses are computed; experts that have a cache are read as they are
-chosen, while computing waits. Routers are taken to choose evenly, for which a cache is worst.
+Computing, copies over the link and disk reads overlap, so a step takes as long as the slowest of them: resident layers
+are spread evenly, and a ring is filled ahead. Computing slows down while weights are fetched, which matters only where
+it is the slowest. An offloaded layer is fetched with all its experts, although only the chosen ones are computed;
+cached experts are read when they are chosen, while computing waits. Routers are assumed to choose evenly, the worst
+case for a cache.
 
 More parameters in memory never make a prediction slower.
 """
@@ -19,13 +19,13 @@ from stowage.planner.shapes import DENSE, EXPERTS, HEAD, MLP, SHARED, Layer, Mod
 STEP_TOKENS = 1024
 BLOCK_TOKENS = 16
 _GATED = 3
-"""Matrices of a feed-forward part between which its inner values lie, as nearly all models have them."""
+"""Matrices of a gated feed-forward part, which nearly all models have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked of the model: ``batch`` sequences of up to ``context_tokens`` each. Speeds are predicted for a
-    prompt of ``prompt_tokens`` and an answer of ``answer_tokens``; of prompts, ``step_tokens`` are computed at once.
+    """``batch`` sequences of up to ``context_tokens`` each. Speeds are predicted for a prompt of ``prompt_tokens`` and
+    an answer of ``answer_tokens``; prompts are computed in forwards of ``step_tokens``.
     """
 
     context_tokens: int
@@ -40,7 +40,7 @@ class Workload:
 
     @property
     def length(self) -> int:
-        """Of a sequence in the middle of its answer."""
+        """Tokens of a sequence in the middle of its answer."""
         return max(1, min(self.context_tokens, self.prompt + self.answer_tokens // 2))
 
     @property
@@ -51,10 +51,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """Bytes of weights that a forward must fetch: over the device's link, and from the disk. What comes from the disk
-    to a device crosses the link too, so ``link_bytes`` include ``disk_bytes``. ``missed_share``: of the experts that a
-    forward meets, those that are not in their cache; each is read when its layer is computed, not ahead.
-    ``mapped_bytes`` are computed with where they lie in the page cache.
+    """Bytes of weights that a forward must fetch: over the device's link, and from the disk. Bytes from the disk to a
+    device cross the link too, so ``link_bytes`` include ``disk_bytes``. ``missed_share``: the miss rate of the expert
+    cache; a missing expert is read when its layer is computed, not ahead. ``mapped_bytes`` are read by kernels from the
+    page cache.
     """
 
     link_bytes: int = 0
@@ -67,8 +67,8 @@ class Offloaded:
 class Step:
     """One forward: seconds of each part, and ``total_s``; bytes that are read from the disk and over the link.
 
-    ``missed_s``: reading ``missed_bytes`` of experts, for which computing waits. ``overlap_loss``: that of ``Machine``,
-    for so many rows.
+    ``missed_s``: the time to read ``missed_bytes`` of experts, for which computing waits. ``overlap_loss``: of
+    ``Machine``, for the forward's rows.
     """
 
     compute_s: float
@@ -87,7 +87,7 @@ class Step:
 
     @property
     def limit(self) -> str:
-        """What the step waits for."""
+        """The bottleneck of the step."""
         parts = {"compute": self.compute_s, "link": self.link_s, "disk": self.disk_s + self.missed_s}
         return max(parts, key=lambda name: parts[name])
 
@@ -121,8 +121,8 @@ def decode_step(model: Model, machine: Machine, workload: Workload, offloaded: O
 
 
 def prompt_s(model: Model, machine: Machine, workload: Workload, offloaded: Offloaded, prompts: int) -> float:
-    """``prompts`` prompts of the workload, one after the other through forwards of at most a piece: all weights that
-    are offloaded are fetched anew for each.
+    """Seconds of ``prompts`` prompts of the workload, one after the other, in forwards of at most ``Workload.piece``
+    tokens, each of which fetches all offloaded weights anew.
     """
     total, done = prompts * workload.prompt, 0
     seconds = 0.0
@@ -137,7 +137,7 @@ def prompt_s(model: Model, machine: Machine, workload: Workload, offloaded: Offl
 
 
 def _products_s(model: Model, machine: Machine, tokens: int, logits: int) -> float:
-    """All matrix products of a forward, and what layers cost besides."""
+    """Seconds of all matrix products of a forward, and of what layers cost besides."""
     dense = sum(layer.multiplied for layer in model.layers)
     seconds = _multiply_s(model, machine, DENSE, dense, tokens)
     seconds += _multiply_s(model, machine, HEAD, model.head_reads, logits)
@@ -151,14 +151,14 @@ def _products_s(model: Model, machine: Machine, tokens: int, logits: int) -> flo
 
 
 def _multiply_s(model: Model, machine: Machine, part: str, parameters: float, rows: float) -> float:
-    """``parameters`` of a part of the model, whose share in each format, and width, is that of the whole part."""
+    """Seconds to multiply with ``parameters`` of a part of the model, in the part's mix of formats and widths."""
     times = machine.format_times(model.dtype, model.format_shares(part), rows)
     times = max(times + machine.narrow_times(model.dtype, model.narrow_outputs(part), rows), 0.0)
     return machine.multiply_s(model.dtype, parameters, rows) * times
 
 
 def _besides_s(model: Model, machine: Machine, tokens: int, sequences: int) -> float:
-    """What a forward takes besides products and reading keys."""
+    """Seconds of a forward besides products and reading keys."""
     each = machine.layer_s + max(0, sequences - 1) * machine.sequence_s
     seconds = machine.step_s + len(model.layers) * each
     seconds += sequences * model.vocab * machine.logit_s
@@ -169,13 +169,13 @@ def _besides_s(model: Model, machine: Machine, tokens: int, sequences: int) -> f
 
 
 def inner_parameters(layer: Layer) -> int:
-    """Parameters of the feed-forward part that one token meets: its inner values are so many over the model's width."""
+    """Parameters of the feed-forward part that one token uses; over the model's width, `_GATED` times its inner one."""
     dense = layer.parameters.get(MLP, 0) + layer.parameters.get(SHARED, 0)
     return dense + layer.experts_per_token * layer.expert_parameters
 
 
 def _alike(model: Model) -> list[tuple[Layer, int]]:
-    """Layers with experts, and how many are like each."""
+    """Distinct layers with experts, and how many layers are like each."""
     found: dict[tuple[int, int, int, int], tuple[Layer, int]] = {}
     for layer in model.layers:
         if layer.experts:

@@ -1,7 +1,7 @@
-"""Measures this machine once, and remembers it: memory, disk, and what torch computes, for predictions.
+"""Measures this machine's memory, disk and compute speeds once, and caches the result for predictions.
 
-Owns the remembered file, one for each combination of processor, cores, torch and file system; another machine's or an
-older torch's is not taken. torch computes in a process of its own, whose threads and memory are nobody else's.
+Owns the cached file, one for each combination of processor, cores, torch version and file system. torch computes in a
+process of its own, with its own threads and memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MEMORY_BYTES = 128 << 20
 
 
 def remembered(directory: Path | None = None) -> Machine | None:
-    """What was measured before on this machine for the disk of ``directory``; ``None`` where nothing was."""
+    """The cached measurement of this machine and the disk of ``directory``; ``None`` where there is none."""
     key = machine_key(directory)
     try:
         machine = from_json(_file_of(key).read_text(encoding="utf-8"))
@@ -40,11 +40,10 @@ def remembered(directory: Path | None = None) -> Machine | None:
 def measure(
     directory: Path | None = None, *, say: Callable[[str], object] = lambda text: None, file_bytes: int = 0
 ) -> Machine:
-    """Measure this machine and the disk of ``directory`` (default: where it is remembered), and remember the result.
+    """Measure this machine and the disk of ``directory`` (default: that of the cached file), and cache the result.
 
-    ``say`` hears what is being measured. ``file_bytes``: of the file that the disk is measured with. Raises
-    ``DirectoryError`` where the disk cannot be measured, ``StowageError`` where
-    computing fails.
+    ``say`` reports progress. ``file_bytes``: size of the file that the disk is measured with. Raises
+    ``DirectoryError`` where the disk cannot be measured, ``StowageError`` where computing fails.
     """
     where = directory or _made(default_state_directory())
     cores = len(os.sched_getaffinity(0))
@@ -78,7 +77,7 @@ def measure(
 
 
 def _compute(say: Callable[[str], object], file: Path) -> dict[str, Any]:
-    """What ``compute`` prints, from a process of its own. ``file`` is read while it computes."""
+    """Runs ``compute`` as a process, and returns what it prints. ``file`` is read while it computes."""
     say("torch")
     command = [sys.executable, "-m", "stowage.planner.compute", str(file)]
     try:
@@ -99,7 +98,7 @@ def _compute(say: Callable[[str], object], file: Path) -> dict[str, Any]:
 
 
 def machine_key(directory: Path | None = None) -> str:
-    """What a measurement depends on, readable."""
+    """Everything that a measurement depends on, as readable text."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
@@ -113,7 +112,7 @@ def machine_key(directory: Path | None = None) -> str:
 
 
 def cpu_name() -> str:
-    """With its family and model: virtual machines call processors of several generations alike (`AMD EPYC`)."""
+    """The processor's name with family and model: virtual machines give several generations one name (`AMD EPYC`)."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -141,7 +140,7 @@ def _made(directory: Path) -> Path:
 
 
 def _remember(machine: Machine) -> None:
-    """Put in place at once; where that fails, the next one measures again."""
+    """Write the cached file atomically; where that fails, the next run measures again."""
     path = _file_of(machine.key)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
@@ -201,7 +200,7 @@ def _computed(dtype: str, rates: Mapping[int, float], machine: Machine) -> list[
 
 
 def _in_formats(machine: Machine) -> list[tuple[str, str]]:
-    """How quick products in each format are, in the first type that has any."""
+    """Speeds of products in each format, for the first dtype that has any."""
     dtype, formats = next(iter(machine.formats.items()), ("", {}))
     return [
         (

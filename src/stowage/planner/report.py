@@ -20,7 +20,7 @@ from stowage.weights.placement import Delivery
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. ``step_bytes``: fetched of it for one decoding step."""
+    """One line of the table. ``step_bytes``: bytes of it that one decoding step fetches."""
 
     tier: str
     what: str
@@ -30,7 +30,7 @@ class Row:
 
 
 def rows(solution: Solution) -> list[Row]:
-    """What lies where, device first; parts that are alike in one line."""
+    """The contents of each tier, device first; equal parts are one line."""
     found = [row for tier in TIERS for row in _weights(solution, tier)]
     model, work = solution.model, solution.workload
     if solution.small_bytes:
@@ -69,7 +69,7 @@ def _weights(solution: Solution, tier: str) -> Iterable[Row]:
 
 
 def numbers(found: Iterable[int]) -> str:
-    """Runs of numbers, shortened: ``0-3, 8``; of many runs only how many numbers there are."""
+    """Numbers as ranges: ``0-3, 8``; of many ranges only how many numbers there are."""
     runs: list[list[int]] = []
     for number in sorted(found):
         if runs and number == runs[-1][1] + 1:
@@ -87,7 +87,7 @@ def _fetched(parts: list[Placed]) -> int:
 
 
 def _kinds(model: Model) -> str:
-    """Which layers keep something, when not all keep everything."""
+    """The numbers of layers by cache kind, where not all are full attention."""
     kinds = Counter("recurrent" if one.recurrent else "windowed" if one.window else "full" for one in model.kept)
     if set(kinds) == {"full"} and kinds["full"] >= len(model.layers):
         return ""
@@ -120,7 +120,7 @@ def hints(solution: Solution, alternatives: list[Alternative]) -> list[str]:
 
 
 def busy_hint(machine: Machine) -> str:
-    """Of a machine that was measured while it was busy."""
+    """The hint for a machine that was measured while it was busy."""
     return (
         f"It was measured while others took the cores ({machine.waited_share:.0%} of the time was waiting for them), "
         "so it is faster than this says. When it is quiet: stowage probe"
@@ -201,7 +201,7 @@ def to_json(solution: Solution, alternatives: list[Alternative]) -> dict[str, An
 
 
 def segments(solution: Solution, tier: str) -> list[tuple[str, int]]:
-    """What a memory is filled with, as (kind, bytes), what is free last. The bars of both pictures are made of it."""
+    """The contents of a tier as (kind, bytes), free memory last, for the bars of both pictures."""
     found = [("weights", solution.weights_bytes(tier) + (solution.small_bytes if tier == DEVICE else 0))]
     if tier == DEVICE:
         found += [
@@ -215,5 +215,5 @@ def segments(solution: Solution, tier: str) -> list[tuple[str, int]]:
 
 
 def layer_tiers(solution: Solution) -> list[str]:
-    """Where each layer lies, in the model's order; one whose experts have a cache, in the disk."""
+    """The tier of each layer, in the model's order; the disk for a layer whose experts are cached."""
     return list({part.layer: part.tier for part in solution.placed if part.layer >= 0}.values())

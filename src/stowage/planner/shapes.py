@@ -1,7 +1,7 @@
-"""What a model is made of, in numbers: parameters of each layer by kind, what it caches, what it multiplies.
+"""A model in numbers: parameters of each layer by kind, what it caches, what it multiplies.
 
-Owns the words, and the arithmetic that follows from them alone. Knows no family and reads no file. Bytes are those in
-memory, in the type that the model is run in.
+Owns the kinds, and arithmetic on them. Knows no model family and reads no file. Bytes are those in memory, in the dtype
+that the model is run in.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ EXPERTS = "experts"
 DENSE, HEAD = "dense", "head"
 NORMS = "norms"
 USUAL_WIDTH = 2048
-"""Inputs of a matrix whose width is not known, and of those that a machine is measured with."""
+"""Inputs of the matrices that a machine is measured with, and assumed of matrices of unknown width."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one layer of the model's cache keeps of a sequence, as ``models.layout.Layer`` has it: ``nbytes`` for every
-    so many tokens of the last ``window`` ones (0: of all), or once where it is a recurrent state.
+    """What one cache layer keeps of a sequence, as ``models.layout.Layer`` has it: ``nbytes`` per ``every`` tokens of
+    the last ``window`` ones (0: of all), or once for a recurrent state.
     """
 
     index: int
@@ -46,7 +46,9 @@ class Kept:
         return self.nbytes if self.recurrent else 0
 
     def sequence_bytes(self, context: int, block_tokens: int) -> int:
-        """Of a sequence of ``context`` tokens, in whole blocks. A window that begins within a block needs one more."""
+        """Bytes of a sequence of ``context`` tokens, in whole blocks. A window may begin within a block, so it has one
+        more.
+        """
         if self.recurrent:
             return self.nbytes
         cut = 0 < self.window < context
@@ -67,7 +69,7 @@ class Attention:
     every: int = 1
 
     def rows(self, context: int) -> int:
-        """What the last of ``context`` tokens sees."""
+        """Rows that the last of ``context`` tokens sees."""
         return (min(context, self.window) if self.window else context) // self.every
 
     def prompt_operations(self, tokens: int) -> int:
@@ -105,7 +107,7 @@ class Layer:
         return self.dense_parameters - self.parameters.get(NORMS, 0)
 
     def distinct_experts(self, tokens: int) -> float:
-        """How many experts ``tokens`` tokens meet together, if the router chose evenly."""
+        """The expected number of distinct experts that ``tokens`` tokens use together, if the router chooses evenly."""
         if not self.experts:
             return 0.0
         share = min(1.0, self.experts_per_token / self.experts)
@@ -133,7 +135,7 @@ class Model:
     rest: int = 0
     head: int = 0
     head_reads: int = 0
-    """Parameters that logits are made of: the head's, or the tied embedding's."""
+    """Parameters of the output layer: the head's, or the tied embedding's."""
     embedding_bytes: int = 0
     rest_bytes: int = 0
     head_bytes: int = 0
@@ -146,11 +148,11 @@ class Model:
     outputs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """The same parts: of how many outputs their matrices are, by format; of plain numbers under an empty name."""
     attended: str = ""
-    """The name of its attention in ``Machine.attention``, where that is not its type's."""
+    """The key of its attention in ``Machine.attention``, where that is not its dtype."""
 
     def narrow_outputs(self, part: str) -> dict[str, float]:
-        """By format, how many outputs a part has for each of its parameters beyond those that it had if all matrices
-        were ``USUAL_WIDTH`` wide.
+        """By format, a part's outputs per parameter beyond those that it would have if all its matrices were
+        ``USUAL_WIDTH`` wide.
         """
         formats, outputs = self.formats.get(part, {}), self.outputs.get(part, {})
         whole = self.whole(part)
@@ -170,13 +172,13 @@ class Model:
         return sum(layer.multiplied for layer in self.layers)
 
     def format_shares(self, part: str) -> dict[str, float]:
-        """Of the parameters of a part, how many lie in which format."""
+        """The share of a part's parameters in each format."""
         whole = self.whole(part)
         return {name: count / whole for name, count in self.formats.get(part, {}).items()} if whole else {}
 
     @property
     def format_names(self) -> tuple[str, ...]:
-        """Of all parts."""
+        """The formats of all parts."""
         return tuple(sorted({name for counts in self.formats.values() for name in counts}))
 
     @property
@@ -204,12 +206,12 @@ class Model:
         return dict(sorted(((k, n) for k, n in found.items() if n), key=lambda pair: -pair[1]))
 
     def token_bytes(self) -> int:
-        """Keys and values that one more token adds, in layers that keep all of them."""
+        """Bytes of keys and values per further token, in layers that keep all of them."""
         return int(sum(one.token_bytes for one in self.kept if not one.window))
 
     def stored_bytes_per_token(self, snapshot_tokens: int) -> float:
-        """Of a prefix in a tier: windowed layers count as all others do, because prompts may share its middle only;
-        recurrent states are kept every ``snapshot_tokens``.
+        """Bytes per token of a prefix in a tier. Windowed layers count in full, because a prompt may resume in the
+        middle; recurrent states are kept every ``snapshot_tokens``.
         """
         return float(sum(one.token_bytes + Fraction(one.state_bytes, snapshot_tokens) for one in self.kept))
 
@@ -218,7 +220,7 @@ class Model:
         return sum(one.sequence_bytes(context, block_tokens) for one in self.kept)
 
     def step_bytes(self, context: int) -> int:
-        """What one token after ``context`` others reads of what is kept; states are written too."""
+        """Bytes of the cache that one token after ``context`` others reads; states are written too."""
         read = sum(one.rows(context) * one.read_bytes for one in self.attention)
         return read + 2 * sum(one.state_bytes for one in self.kept)
 

@@ -1,16 +1,16 @@
-"""Where weights and KV lie for given budgets, for the most tokens per second: budgets in, a placement out.
+"""Finds the placement of weights and KV with the most tokens per second within given budgets. Pure arithmetic.
 
-Pure arithmetic. What fits stays where it is, the rest is fetched anew for each forward: no eviction policy does better
-against a cyclic scan. Layers come into memory whole, with all their experts, in one fixed order that is evenly spread
-over the model whatever its length is. So a larger budget only ever adds to what a smaller one holds, and a prediction
-never gets slower with more memory. Embedding and output layer, which are larger than a layer in some models and cost
-nothing or much, are tried in every memory.
+What fits stays resident, the rest is fetched for each forward: no eviction policy does better against a cyclic scan.
+Layers become resident whole, with all their experts, in one fixed order of which every prefix is spread evenly over the
+model. So a larger budget only adds to what a smaller one holds, and a prediction never gets slower with more memory.
+Embedding and output layer, which are larger than a layer in some models and whose reads cost nothing or much, are tried
+in every tier.
 
-What the device holds: KV of the whole batch, what a forward works with, small weights, the ring that fetched weights go
-through, and weights that stay. A device without memory of its own reads host memory as it is, without a ring.
+The device holds the KV of the whole batch, a forward's working memory, small weights, the ring for fetched weights, and
+resident weights. A device without memory of its own reads host memory directly, without a ring.
 
-Of a mixture the experts can have a cache in the device instead, and everything else stays there. More memory then
-never gives fewer tokens per second; the first token of a prompt, which meets all experts, may come later than with
+Alternatively the experts of a mixture have a cache on the device, and everything else is resident. Then more memory
+never gives fewer tokens per second, but the first token of a prompt, which uses all experts, may come later than with
 whole layers.
 """
 
@@ -33,15 +33,15 @@ from stowage.weights.placement import RING_SLOTS, RING_SLOTS_LEAST, Delivery
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)
 _SLOT_MARGIN_BYTES = 128 << 10
-"""Of a slot of the ring, beyond its weights: they keep their offset within a page of the file."""
+"""Extra size of a ring slot: weights keep their offset within a page of the file."""
 _STEP_TOKENS_LEAST, _SNAPSHOT_TOKENS = 16, 512
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes that may be used. ``disk_bytes`` covers weights that are read from there, although their file lies there in
-    any case, and stored prefixes.
+    """Bytes that may be used. ``disk_bytes`` covers stored prefixes and the weights that are read from disk, although
+    their file exists in any case.
     """
 
     device_bytes: int
@@ -62,8 +62,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A placement, and what is predicted of it. ``small_bytes``: weights that always stay; ``kv_bytes``: of the whole
-    batch; ``working_bytes``: what a forward needs besides.
+    """A placement and its predicted speeds. ``small_bytes``: weights that are always resident; ``kv_bytes``: of the
+    whole batch; ``working_bytes``: temporary memory of a forward.
     """
 
     model: Model
@@ -101,7 +101,7 @@ class Solution:
         return limits[tier] - self.used_bytes(tier)
 
     def prefix_tokens(self, tier: str) -> int:
-        """Tokens of stored prefixes that fit into what is left."""
+        """Tokens of stored prefixes that fit into the rest of the tier."""
         context = self.workload.context_tokens
         each = self.model.stored_bytes_per_token(_SNAPSHOT_TOKENS)
         if tier == DEVICE:
@@ -117,7 +117,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another placement: what it would need of the device, and what is predicted of it."""
+    """Another placement: the device memory that it needs, and its predicted speeds."""
 
     name: str
     device_bytes: int
@@ -125,9 +125,8 @@ class Alternative:
 
 
 def solve(model: Model, machine: Machine, budgets: Budgets, workload: Workload) -> Solution:
-    """The placement with the most predicted tokens per second, and of those the first with the shortest wait.
-
-    Raises ``BudgetError`` where none fits; its text says the least that would.
+    """The placement with the most predicted tokens per second, and of equal ones that with the shortest TTFT. Raises
+    ``BudgetError`` where none fits, with the least budget that would do.
     """
     room = Placements(model, machine, workload)
     best = room.best(budgets)
@@ -139,8 +138,8 @@ def solve(model: Model, machine: Machine, budgets: Budgets, workload: Workload) 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Where the ends lie, and how large the ring is: without one (no slots) no layer may have to go through it.
-    ``cached``: experts have a cache, and all else of the layers stays in the device.
+    """The tiers of embedding and output layer, and the size of the ring (without slots, all layers must be resident).
+    ``cached``: experts have a cache, and the rest of each layer is resident on the device.
     """
 
     embedding: str
@@ -152,7 +151,7 @@ class _Choice:
 
 class Placements:
     """All placements of one model on one machine for one workload. ``order``: the layers in the order in which they
-    get memory; ``filled[n]``: bytes of the first n.
+    become resident; ``filled[n]``: bytes of the first n.
     """
 
     def __init__(self, model: Model, machine: Machine, workload: Workload) -> None:
@@ -182,7 +181,7 @@ class Placements:
         return tuple(found)
 
     def fixed_bytes(self, choice: _Choice, tier: str) -> int:
-        """What lies in ``tier`` whatever becomes of the layers."""
+        """Bytes in ``tier`` that do not depend on the placement of layers."""
         ends = self.embedding_bytes * (choice.embedding == tier) + self.head_bytes * (choice.head == tier)
         if choice.cached:
             ends += {
@@ -195,7 +194,7 @@ class Placements:
         return ends + self.model.rest_bytes + self.kv_bytes + self.working_bytes + choice.slots * choice.slot_bytes
 
     def best(self, budgets: Budgets) -> Solution | None:
-        """The placement that is predicted to be quickest; ``None`` where none fits."""
+        """The fastest placement by prediction; ``None`` where none fits."""
         found = []
         for choice in self.choices:
             cut = self._cut(choice, budgets)
@@ -229,14 +228,14 @@ class Placements:
         )
 
     def _cache_bytes(self, choice: _Choice, budgets: Budgets) -> int:
-        """All that is left of the device, if it can be used."""
+        """The size of the expert cache: all that is left of the device, up to all experts."""
         if not choice.cached:
             return 0
         left_bytes = budgets.device_bytes - self.fixed_bytes(choice, DEVICE)
         return min(self.experts.least_bytes + left_bytes, self.experts.most_bytes)
 
     def _cut(self, choice: _Choice, budgets: Budgets) -> tuple[int, int] | None:
-        """How many layers of the order are in the device, and in device and host together: as many as can be."""
+        """The most layers of the order that fit into the device, and into device and host together."""
         device_left = budgets.device_bytes - self.fixed_bytes(choice, DEVICE)
         host_left = budgets.host_bytes - self.fixed_bytes(choice, HOST)
         if device_left < 0 or host_left < 0:
@@ -250,11 +249,11 @@ class Placements:
         return (device, host) if in_memory >= self._unringed(choice) and offloaded <= budgets.disk_bytes else None
 
     def _unringed(self, choice: _Choice) -> int:
-        """How many layers may not go through the ring: all where there is none."""
+        """How many layers must not need the ring: all where there is none."""
         return 0 if choice.slots else len(self.order)
 
     def _offloaded(self, choice: _Choice, device: int, host: int, cache_bytes: int) -> Offloaded:
-        """What is fetched, when so many layers of the order are in the device, and in device and host together."""
+        """What a forward fetches, with ``device`` layers in the device and ``host`` in device and host together."""
         if choice.cached:
             return Offloaded(missed_share=1 - self.experts.held_share(cache_bytes))
         on_host = self.filled[host] - self.filled[device] + self.head_bytes * (choice.head == HOST)
@@ -276,13 +275,13 @@ class Placements:
         return {DEVICE: Delivery.RESIDENT, HOST: on_host, DISK: Delivery.STREAM}[tier].value
 
     def _layers(self, device: int, host: int) -> Iterator[Placed]:
-        """Each layer where it lies, in the model's order."""
+        """Each layer with its tier, in the model's order."""
         for rank, at in sorted(enumerate(self.order), key=lambda one: one[1]):
             tier = DEVICE if rank < device else HOST if rank < host else DISK
             yield Placed(f"layers.{at}", at, tier, self._delivery(tier), self.model.layers[at].total_bytes)
 
     def _split(self) -> Iterator[Placed]:
-        """Each layer without its experts, which have a cache."""
+        """Each layer without its experts, which are cached."""
         for layer in self.model.layers:
             yield Placed(f"layers.{layer.index}", layer.index, DEVICE, Delivery.RESIDENT.value, layer.dense_bytes)
             if layer.experts:
@@ -294,7 +293,7 @@ class Placements:
         return min(self._needs(choice, host_bytes, disk_bytes) for choice in self.choices)
 
     def _needs(self, choice: _Choice, host_bytes: int, disk_bytes: int) -> int:
-        """Device bytes that ``choice`` needs; more than anybody has where it cannot work."""
+        """Device bytes that ``choice`` needs; a huge number where it cannot work."""
         host_left = host_bytes - self.fixed_bytes(choice, HOST)
         disk_left = disk_bytes - self.fixed_bytes(choice, DISK)
         if host_left < 0 or disk_left < 0:
@@ -308,7 +307,7 @@ class Placements:
         return self.fixed_bytes(choice, DEVICE) + self.filled[max(device, self._first_device(in_both, host_left))]
 
     def _first_device(self, together: int, host_left: int) -> int:
-        """With at least how many layers in the device ``together`` layers are in device and host."""
+        """The fewest layers in the device with which ``together`` layers fit into device and host."""
         return bisect_left(self.filled, self.filled[together] - host_left)
 
     def least_host_bytes(self, device_bytes: int, disk_bytes: int) -> int | None:
@@ -329,7 +328,7 @@ class Placements:
         return bisect_left(range(1, self.workload.batch + 1), True, key=lambda batch: not fits(batch))
 
     def largest_step(self, budgets: Budgets) -> int:
-        """In how small forwards a prompt would have to be computed, halved until it fits; 0 where nothing helps."""
+        """The largest forward in tokens that fits, found by halving; 0 where none does."""
         step = self.workload.piece // 2
         while step >= max(self.workload.batch, _STEP_TOKENS_LEAST):
             room = Placements(self.model, self.machine, replace(self.workload, step_tokens=step))
@@ -339,7 +338,7 @@ class Placements:
         return 0
 
     def alternatives(self, budgets: Budgets) -> list[Alternative]:
-        """Other placements, with the device memory that each needs: what more would bring, and what less costs."""
+        """Other placements with more and with less device memory, to compare."""
         names = {
             "everything in device memory": (0, 0),
             "nothing from the disk": (budgets.host_bytes, 0),
@@ -353,7 +352,7 @@ class Placements:
         return found
 
     def refusal(self, budgets: Budgets) -> str:
-        """Why these budgets cannot work, and the least of each that would, in whole MiB."""
+        """The error message for budgets that do not suffice, with the least of each that would, in whole MiB."""
         least = self.least_device_bytes(budgets.host_bytes, budgets.disk_bytes)
         outs = [f"a device memory of {_mib(least)}"]
         host = self.least_host_bytes(budgets.device_bytes, budgets.disk_bytes)
@@ -386,14 +385,14 @@ def _mib(nbytes: int) -> str:
 
 
 def spread_order(count: int) -> list[int]:
-    """All numbers below ``count`` in an order of which every beginning is spread evenly: bits reversed."""
+    """All numbers below ``count`` in bit-reversed order, of which every prefix is spread evenly."""
     bits = max(1, (count - 1).bit_length())
     return [at for n in range(1 << bits) if (at := int(f"{n:0{bits}b}"[::-1], 2)) < count]
 
 
 def working_bytes(model: Model, workload: Workload) -> int:
-    """What the largest forward needs besides weights and KV: a few rows as wide as the model, the widest inner rows,
-    and logits in float32.
+    """Temporary memory of the largest forward: a few rows as wide as the model, the widest inner rows, and logits in
+    float32.
     """
     widest = max((inner_parameters(layer) for layer in model.layers), default=0) // max(1, model.hidden)
     rows = workload.piece * (6 * model.hidden + widest) * model.item_bytes

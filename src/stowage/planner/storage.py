@@ -1,7 +1,7 @@
-"""How fast this machine copies memory, and reads and writes a disk past the page cache. Measured, with bounded effort.
+"""Measures memory copies, and disk reads and writes without the page cache, in bounded time.
 
-Owns one temporary file per measurement, which it removes whatever happens. Where a file system refuses direct reads,
-the page cache is emptied of the file instead.
+Owns one temporary file per measurement, which is always removed. Where a file system refuses direct reads, the file is
+dropped from the page cache instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def memcpy_bytes_per_s(threads: int, nbytes: int = 128 * MIB) -> float:
 
 
 def _together(jobs: list[Callable[[], object]]) -> float:
-    """Seconds until all jobs, each in a thread of its own, are done. Raises what the first of them raised."""
+    """Seconds until all jobs, each in a thread of its own, are done. Raises the first error of a job."""
     errors: list[BaseException] = []
 
     def run(job: Callable[[], object]) -> None:
@@ -59,9 +59,8 @@ def _together(jobs: list[Callable[[], object]]) -> float:
 
 @contextmanager
 def written(directory: Path, nbytes: int = FILE_BYTES) -> Iterator[tuple[Path, float]]:
-    """A file of random bytes in ``directory`` while the context lasts, and the rate at which it was written and synced.
-
-    Raises ``DirectoryError`` where that cannot be done.
+    """Context: a temporary file of random bytes in ``directory``, and the rate at which it was written and synced.
+    Raises ``DirectoryError`` where it cannot be written.
     """
     path = directory / f".stowage-probe-{os.getpid()}-{secrets.token_hex(4)}"
     try:
@@ -88,10 +87,10 @@ def written(directory: Path, nbytes: int = FILE_BYTES) -> Iterator[tuple[Path, f
 
 
 def read_bytes_per_s(path: Path, depth: int, *, direct: bool = True) -> float:
-    """Best rate of reading the file once with ``depth`` reads of 1 MiB in flight; with ``direct`` past the page cache
-    where the file system takes that, else after the cache has forgotten it. Raises ``DirectoryError``.
+    """Best rate of reading the file once with ``depth`` reads of 1 MiB in flight. ``direct``: with direct I/O where the
+    file system supports it, else after dropping the file from the page cache. Raises ``DirectoryError``.
 
-    As weights are read: into memory in huge pages, where a disk needs fewer operations for as many bytes (with pages of
+    Reads into huge pages, as weights are read: a disk then needs fewer operations for as many bytes (with pages of
     4 KiB a virtual disk gave 1.1 instead of 2.7 GB/s).
     """
     flags = os.O_RDONLY | os.O_CLOEXEC
@@ -109,7 +108,7 @@ def read_bytes_per_s(path: Path, depth: int, *, direct: bool = True) -> float:
 
 
 def forget(descriptor: int) -> None:
-    """Empty the page cache of the file, as far as it is written and nobody has touched it where it is mapped."""
+    """Drop the file from the page cache, except pages that are dirty or in use by a mapping."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 

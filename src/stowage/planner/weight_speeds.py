@@ -1,8 +1,8 @@
-"""How fast weights come from a disk, what computing costs them meanwhile, and how fast they are read in a mapped file.
+"""Measures streaming weights from disk, how much that slows computing, and computing from a mapped file.
 
-Runs in the process of ``compute``. Owns no number: a file is read again and again through the engine's own ring, in
-units of some matrices, and each unit is computed with not at all, or so often that computing takes about as long as
-reading. Then all of it is computed with where it lies in the page cache, and in memory.
+Runs in the process of ``compute``. A file is read repeatedly through the engine's own ring, in units of some matrices;
+each unit is multiplied with not at all, or so often that computing takes about as long as reading. Then the same
+weights are multiplied with in the page cache, and in memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _UNIT_BYTES = _OUT * _IN * _MATRICES * 2
 _SLOTS, _ROUNDS = 3, 3
 _TIMEOUT_S = 60.0
 ROWS = (1, 8, 128)
-"""Of decoding steps, of which the smallest waits for memory as reading does, and of a piece of a prompt."""
+"""Rows of decoding steps, the smallest of which are bound by memory as reading is, and of a part of a prompt."""
 _TIMES_MOST = 64
 _FILLING_TIMES = 32
-"""In that time the rest of a ring is filled."""
+"""Multiplications that take long enough for the rest of the ring to be filled."""
 
 
 def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, Any]:
             linear(rows, matrices[at % _MATRICES])
 
     def forward_s(rows: Any, times: int) -> float:
-        """Seconds of a forward in which each unit is computed with so often, and comes from the disk: what the page
-        cache has, as of a file that was just written or read through it, would be copied from there.
+        """Seconds of a forward that reads each unit from disk and multiplies with it ``times`` times. The file is
+        dropped from the page cache first, from which reads would be copied.
         """
         forget(file.fd)
         began_s = time.perf_counter()
@@ -67,7 +67,7 @@ def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, Any]:
         return time.perf_counter() - began_s
 
     def computing_s(rows: Any, times: int) -> float:
-        """Seconds of that when nothing is read, because the ring is full: of one unit in it, for all."""
+        """Seconds of the same when nothing is read because the ring is full: of one unit, scaled to all."""
         slot = ring.take(0)
         multiply(slot.memory, rows, _FILLING_TIMES)
         began_s = time.perf_counter()
@@ -102,7 +102,7 @@ def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, Any]:
 
 
 def _mapped_byte_s(mapped: memoryview, units: int, multiply: Callable[[memoryview], None]) -> float:
-    """Seconds by which a byte of ``mapped`` takes longer than one in large pages of memory."""
+    """Extra seconds per byte of ``mapped``, compared with memory in huge pages."""
     with contextlib.closing(anonymous(units * _UNIT_BYTES)) as memory:
         in_huge_pages(memory)
         memory[:] = mapped[: units * _UNIT_BYTES]

@@ -1,4 +1,4 @@
-"""Simulated scenarios as a picture: what was found in which tier, how long prompts waited. SVG, no library needed."""
+"""Simulated scenarios as an SVG picture: hits by tier, and waits of prompts. Needs no library."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""A simulated disk: the bookkeeping of `tiers.disk` in numbers, for chunks of one size.
+"""A simulated disk: the bookkeeping of `storage.disk` in numbers, for chunks of one size.
 
     positions   0 1 2 3 4 5 6 7 8 9 ...       one for each chunk that was ever written, in the order of writing
     segments    [ gone ][     ][    ][ active
                         oldest                what lies before is not there any more
 
-A table leads from a key to the position of its newest record. A segment is where its positions begin, where its bytes
-end, and how long its file is; what is reclaimed is absent because its positions lie before the oldest segment, and the
-rows of it leave the table later, many at once. So nothing is done for each chunk in Python. A prompt's blocks fill
-several segments, so what is done for each of those is most of what `put` costs.
+A table maps each key to the position of its newest record. A segment is its first position, the end of its bytes, and
+the length of its file. Reclaimed chunks are absent because their positions precede the oldest segment; their rows are
+removed from the table later, many at once. So no Python code runs per chunk. A prompt's blocks fill several segments,
+so the work per segment is most of the cost of `put`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DIRECTORY_BYTES: Final = 4096
 _POSITION_BYTES: Final = 8
 _OWNER: Final = 0
 _EXTENTS_AT_ONCE: Final = 8
-"""As many are released together at least."""
+"""At least this many are released together."""
 
 _footer_room = cache(footer_room)
 
@@ -44,7 +44,7 @@ _footer_room = cache(footer_room)
 class Segments:
     """Which chunks of `chunk_bytes` a directory of `limit_bytes` holds, and what it writes.
 
-    The fields of a row are its position and 1, so that 0 is nowhere.
+    The field of a row is its position plus 1, so that 0 means absent.
     """
 
     def __init__(self, limit_bytes: int, chunk_bytes: int) -> None:
@@ -60,21 +60,21 @@ class Segments:
         self._extents: list[int] = []
         self._extents_gone = 0
         self._hit: set[int] = set()
-        """Positions of chunks that were read; some of them may have been written again elsewhere."""
+        """Positions of chunks that were read; some of the chunks may have been written again since."""
         self._hit_first: list[int] = []
-        """The same as a heap, and some that are gone."""
+        """The same as a heap, with some positions that are gone."""
         self._sealed: deque[tuple[int, int, int]] = deque()
         """First position, end in bytes, length of the file; the oldest first."""
         self._first = self._end = self._file_bytes = 0
-        """The same of the active segment. Nothing fits: the first chunk makes one."""
+        """The same of the active segment. At first nothing fits, so the first chunk creates one."""
         self._full: tuple[int, int, int] | None = None
         """The same of the one before it, until that is sealed."""
         self._oldest = 0
         self._behind = 0
-        """The first position behind the oldest segment."""
+        """The first position after the oldest segment."""
         self._next_position = 0
         self._next_row = 0
-        """The position of the next row: `_next_position`, but for what is being put."""
+        """The position of the next row: `_next_position`, except during `put`."""
         self._file_bytes_new = self.segment_bytes - metadata_bytes(self.segment_bytes)
         self._fits_in_new = self._fitting_behind(PAGE_BYTES, 0, self._file_bytes_new)
         self.held_bytes = _DIRECTORY_BYTES
@@ -82,12 +82,12 @@ class Segments:
         self.rewritten = 0
 
     def masks(self, keys: list[bytes]) -> MaskArray:
-        """1 for each key that is there, else 0."""
+        """1 for each key that is present, else 0."""
         there: MaskArray = (self._positions(keys) > self._oldest).astype(np.uint64)
         return there
 
     def put(self, keys: list[bytes]) -> int:
-        """The chunks were written. How many bytes that were, and what else that made necessary."""
+        """Write the chunks. Returns the bytes written, with those of rewritten chunks."""
         written, begin, added, left = 0, 0, 0, len(keys)
         while left:
             wanted = min(left, self._batch_chunks)
@@ -120,7 +120,7 @@ class Segments:
         self._rows.drop(list(keys))
 
     def _positions(self, keys: list[bytes]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """One more than the position of each key; less than that of the oldest segment where it is gone."""
+        """One more than the position of each key; smaller than the oldest segment's where the chunk is gone."""
         positions = np.empty(len(keys), np.int64)
         self._rows.find(keys, np.empty(len(keys), np.int64), positions)
         return positions
@@ -133,7 +133,7 @@ class Segments:
         return min(count, self._fitting_behind(self._end, held, self._file_bytes))
 
     def _fitting_behind(self, end: int, held: int, file_bytes: int) -> int:
-        """As many as fit behind so many chunks, which end there, as one batch."""
+        """How many chunks fit as one batch after ``held`` chunks that end at ``end``."""
         room = file_bytes - end - PAGE_BYTES
         count = min(self._batch_chunks, ENTRIES_MAX - held, room // self._chunk_bytes)
         while count > 0 and room - count * self._chunk_bytes < _footer_room(held + count):
@@ -141,14 +141,14 @@ class Segments:
         return max(count, 0)
 
     def _append(self, count: int) -> int:
-        """A batch of so many chunks; their rows are added later. Its bytes."""
+        """Append a batch of ``count`` chunks, whose rows are added later. Returns its bytes."""
         batch_bytes = PAGE_BYTES + count * self._chunk_bytes
         self._end += batch_bytes
         self._next_position += count
         return batch_bytes
 
     def _add(self, keys: list[bytes]) -> None:
-        """Rows of the chunks that were appended."""
+        """Add the rows of the appended chunks."""
         if not keys:
             return
         first = self._next_row + 1
@@ -157,7 +157,9 @@ class Segments:
         self._rows.insert(_OWNER, self._extents, joined, np.arange(first, first + len(keys)))
 
     def _next(self) -> int:
-        """A new segment, room made for it first, beside the one before if there can be any. Bytes written."""
+        """Begin a new segment, after making room for it, while the one before stays open if possible. Returns the bytes
+        written.
+        """
         if self._file_bytes:
             self._full = self._first, self._end, self._file_bytes
             if _DIRECTORY_BYTES + self._file_bytes + self.segment_bytes > self._limit_bytes:
@@ -172,7 +174,7 @@ class Segments:
         return PAGE_BYTES
 
     def _seal(self) -> None:
-        """Of the segment that is full only what is written stays."""
+        """Seal the full segment: cut its file to what is written."""
         if self._full:
             first, end, file_bytes = self._full
             behind = self._next_position if self._first == first else self._first
@@ -182,7 +184,7 @@ class Segments:
             self._full = None
 
     def _is_victim_hit(self) -> bool:
-        """Whether a segment goes next, and some chunk of it was read."""
+        """Whether there is a segment to reclaim next, some chunk of which was read."""
         hit = self._hit_first
         while hit and hit[0] < self._oldest:
             self._hit.remove(heapq.heappop(hit))
@@ -190,7 +192,7 @@ class Segments:
         return bool(hit and full and self._sealed) and hit[0] < self._behind
 
     def _rewrite(self) -> int:
-        """Copy what was hit of the segment that goes next, as far as a share of the new one allows."""
+        """Rewrite the chunks that were hit in the segment to reclaim next, up to a share of the new segment."""
         first, behind = self._oldest, self._behind
         begin, end = first // EXTENT - self._extents_gone, -(-behind // EXTENT) - self._extents_gone
         names, fields = self._rows.marked(_OWNER, self._extents[begin:end])
@@ -211,7 +213,7 @@ class Segments:
         return written
 
     def _release(self) -> None:
-        """Forget the rows of what is gone, when there are enough of them."""
+        """Remove the rows of reclaimed chunks, once there are enough of them."""
         gone = self._oldest // EXTENT - self._extents_gone
         if gone >= _EXTENTS_AT_ONCE + len(self._extents) // 8:
             self._rows.release(_OWNER, self._extents[:gone])

@@ -1,12 +1,12 @@
 """One simulated engine: the engine's own admission rule over a simulated store, with a clock that is an argument.
 
     arrive ──> waiting ──(compute is idle)──> admitted: look-up, plan ──> loading ──> ready ──> computing ──> stored
-                  └──<──(a chunk did not come: again without it)────────────┘           └──<──(a step)──┘
+                  └──<──(a chunk failed: again without it)──────────────────┘           └──<──(a step)──┘
 
-What is loaded, how long that may take, and how far a prompt is computed while its end is loaded is said by the engine's
-own `PrefixPlanner`, `OverlappedLoad` and `CostModel`. Differences: prompts are computed one by one, at a constant
-speed; what is generated costs no time and is not stored; the device keeps nothing once a prompt was computed; the store
-is told at once what its tiers have done, not after the forward that runs.
+The engine's own `PrefixPlanner`, `OverlappedLoad` and `CostModel` decide what is loaded, how long that may take, and
+how far a prompt is computed while its end is loaded. Differences from the engine: prompts are computed one by one, at a
+constant speed; generated tokens cost no time and are not stored; the device keeps nothing of a prompt that is computed;
+the store sees results of its tiers at once, not after the running forward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stowage.cache.remote_lookup import RemoteLookup
 from stowage.core.geometry import IntArray
 from stowage.core.groups import strategy
 from stowage.simulator.scenario import Scenario
-from stowage.simulator.store import Agenda, SimulatedStore
+from stowage.simulator.store import EventQueue, SimulatedStore
 from stowage.simulator.tiers import Content
 
 __all__ = ["Node", "Outcomes", "keys_of"]
@@ -38,8 +38,8 @@ _LOOK_EVERY_S: Final = 0.005
 
 @dataclass(slots=True)
 class Outcomes:
-    """What became of the prompts of one node, as columns: which prompt, its time to first token, where its tokens came
-    from (`reused[i]` from tier i).
+    """The results of one node's prompts, as columns: prompt number, time to first token, and reused tokens
+    (`reused[i]` from tier i).
     """
 
     prompts: array[int]
@@ -74,12 +74,12 @@ class _Prompt:
 
 
 class Node:
-    """See the module. `contents`: what its lower tiers lead to, fastest first. `chunks_max`: all that can ever come."""
+    """See the module. `contents`: of its lower tiers, fastest first. `chunks_max`: chunks of the whole trace."""
 
-    def __init__(self, scenario: Scenario, agenda: Agenda, contents: list[Content], chunks_max: int) -> None:
+    def __init__(self, scenario: Scenario, events: EventQueue, contents: list[Content], chunks_max: int) -> None:
         self._scenario = scenario
-        self._agenda = agenda
-        self.store = SimulatedStore(scenario, agenda, contents, chunks_max, self._progress)
+        self._events = events
+        self.store = SimulatedStore(scenario, events, contents, chunks_max, self._progress)
         self.cost_model = _cost_model_of(scenario)
         strategies = [strategy(group) for group in self.store.geometry.groups]
         self._planner = PrefixPlanner(self.store, strategies, self.cost_model)
@@ -95,7 +95,7 @@ class Node:
 
     @property
     def idle(self) -> bool:
-        """Whether every prompt that arrived was computed, and nothing is under way."""
+        """Whether every prompt that arrived was computed, and nothing is in flight."""
         return not (self._waiting or self._loading or self._ready or self._computing or self.store.flow.flights())
 
     def arrive(self, number: int, tokens: int, keys: list[bytes], now_s: float) -> None:
@@ -107,13 +107,13 @@ class Node:
         self._turn(now_s)
 
     def _progress(self, now_s: float) -> None:
-        """Something may have come."""
+        """A transfer or look-up may have ended."""
         for prompt in [one for one in self._loading if not self._is_awaited(one, now_s)]:
             self._loaded(prompt, now_s)
         self._turn(now_s)
 
     def _turn(self, now_s: float) -> None:
-        """Compute what is ready; as long as nothing is, admit what waits."""
+        """Compute a prompt that is ready; while none is, admit waiting ones."""
         self.store.now_s = now_s
         while not self._computing and not self._compute_one(now_s):
             if not self._waiting or len(self._loading) + len(self._ready) >= self._scenario.max_num_seqs:
@@ -132,7 +132,7 @@ class Node:
         prompt.plan = None
         if self._remote_lookup.pending(prompt.prefix, now_s):
             self._loading.append(prompt)
-            self._agenda.at(prompt.prefix.answers_until_s, self._progress)
+            self._events.at(prompt.prefix.answers_until_s, self._progress)
             return
         self.store.unanswered = self.store.probes and now_s < prompt.arrived_s + self._scenario.object.latency_s
         idle = not (self._loading or self._ready or self._waiting)
@@ -153,7 +153,7 @@ class Node:
         self._waiting.appendleft(prompt)
 
     def _loaded(self, prompt: _Prompt, now_s: float) -> None:
-        """What was waited for is there: it is copied to the device, or the rest is done without."""
+        """A prompt's load has ended: copy it to the device, or go on without what failed."""
         plan = prompt.plan
         if prompt in self._loading:
             self._loading.remove(prompt)
@@ -182,7 +182,7 @@ class Node:
     # Computing
 
     def _compute_one(self, now_s: float) -> bool:
-        """Begin to compute the first that can go on; False when none can."""
+        """Begin to compute the first prompt that is ready; False when none is."""
         for prompt in self._ready:
             count = self._next_tokens(prompt, now_s)
             if count:
@@ -192,7 +192,7 @@ class Node:
         return False
 
     def _next_tokens(self, prompt: _Prompt, now_s: float) -> int:
-        """How many tokens of it are computed now: all, but while its end is loaded."""
+        """How many tokens of the prompt are computed now: all, unless its end is still being loaded."""
         load = prompt.overlap
         if load is not None:
             state = load.poll(prompt.computed, now_s)
@@ -201,7 +201,7 @@ class Node:
                 count = load.tokens(prompt.computed, min(rest, self._scenario.step_tokens or rest), now_s)
                 if not count:
                     self._look_s = now_s + _LOOK_EVERY_S
-                    self._agenda.at(self._look_s, self._look)
+                    self._events.at(self._look_s, self._look)
                 return count
             if state is LoadState.MET:
                 prompt.reused[load.main_source()] += load.end - prompt.computed
@@ -226,7 +226,7 @@ class Node:
         self.outcomes.busy_s += took_s
         self._computing = True
         self._forwards += 1
-        self._agenda.at(now_s + took_s, partial(self._computed, prompt, count))
+        self._events.at(now_s + took_s, partial(self._computed, prompt, count))
 
     def _computed(self, prompt: _Prompt, count: int, now_s: float) -> None:
         self._computing = False
@@ -242,7 +242,7 @@ class Node:
         self._turn(now_s)
 
     def _keep(self, prompt: _Prompt, count: int, now_s: float) -> None:
-        """Store what became complete, forward by forward."""
+        """Store the chunks that became complete, forward by forward."""
         size = self._scenario.block_tokens
         first, last = prompt.computed // size, (prompt.computed + count) // size
         step = self._scenario.step_tokens // size or max(1, last)
@@ -253,7 +253,7 @@ class Node:
 
 
 def _cost_model_of(scenario: Scenario) -> CostModel:
-    """What the engine would have measured of a machine whose speed never changes."""
+    """The cost model that the engine would have measured on a machine of constant speed."""
     step_tokens = scenario.step_tokens or _FORWARD_TOKENS
     cost_model = CostModel(scenario.load_timeout_s, step_tokens)
     for tokens in (1, step_tokens):

@@ -1,4 +1,4 @@
-"""What a simulated cluster costs, and how long its disks last: arithmetic on a report, and how people write it.
+"""Cost and disk endurance of a simulated cluster, and the parsing of endurance ratings.
 
 Prices are in any currency. A month is 30 days. A price of 0 leaves its part out.
 """
@@ -18,14 +18,14 @@ DAY_S: Final = 86_400.0
 YEAR_S: Final = 365 * DAY_S
 MONTH_S: Final = 30 * DAY_S
 WARRANTY_YEARS: Final = 5
-"""For which drive writes per day are stated."""
+"""The period that drive writes per day refer to."""
 _GIB: Final = 1 << 30
 _WRITES: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(PB|DWPD)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Of a node per hour, of disk and objects per GiB and month, of a GB (10^9 bytes) to or from the object store."""
+    """Per hour of a node, per GiB and month of disk and objects, per GB (10^9 bytes) to or from the object store."""
 
     node_hour: float = 0.0
     disk_gib_month: float = 0.0
@@ -43,7 +43,7 @@ class Prices:
         return any(getattr(self, name) for name in self.__slots__)
 
     def cost(self, node_s: float, disk_bytes: int, object_bytes: int, duration_s: float, transfer_bytes: int) -> float:
-        """Of `node_s` seconds of nodes, of what was held for `duration_s`, and of what was moved."""
+        """The cost of `node_s` seconds of nodes, of bytes held for `duration_s`, and of bytes transferred."""
         months = duration_s / MONTH_S
         return (
             self.node_hour * node_s / 3600
@@ -55,7 +55,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Endurance:
-    """What a disk may be written: `bytes_written` in all, or `drive_writes_per_day` for five years."""
+    """A disk's write endurance: `bytes_written` in all, or `drive_writes_per_day` for five years."""
 
     bytes_written: int = 0
     drive_writes_per_day: float = 0.0

@@ -1,10 +1,9 @@
-"""Replays a trace through simulated nodes, one event after the other, and gathers what became of every prompt.
+"""Replays a trace through simulated nodes, event by event, and collects the results of every prompt.
 
-    trace ── route ──> node 0: agenda, Node        nodes that share nothing are replayed each on its own, so that
-                  └──> node 1: agenda, Node        several processes can do it; those with one object store share
-                                                   an agenda
+    trace ── route ──> node 0: event queue, Node      nodes that share nothing are replayed separately, in several
+                  └──> node 1: event queue, Node      processes; nodes with a common object store share a queue
 
-The same trace and scenario give the same figures, in how many processes ever.
+The same trace and scenario give the same figures, whatever the number of processes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from stowage.core.geometry import IntArray
 from stowage.simulator.disk_segments import Segments
 from stowage.simulator.node import Node, keys_of
 from stowage.simulator.scenario import Scenario
-from stowage.simulator.store import Agenda
+from stowage.simulator.store import EventQueue
 from stowage.simulator.tiers import Content, Objects
 from stowage.simulator.trace import Trace
 
@@ -34,7 +33,7 @@ _FOLD: Final = np.uint64(32)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Nodes that have to be replayed together, with the prompts that are theirs, in order of arrival."""
+    """Nodes that must be replayed together, with their prompts in order of arrival."""
 
     prompts: IntArray
     node_of: IntArray
@@ -43,9 +42,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of the prompts of one node. Columns: numbers, seconds to the first token, tokens reused by tier.
+    """The results of one node's prompts. Columns: prompt numbers, seconds to the first token, tokens reused by tier.
 
-    Bytes are those below host memory, by tier; `held_bytes` what the tiers hold at the end.
+    Bytes are by tier below host memory; `held_bytes`: what each tier holds at the end.
     """
 
     node: int
@@ -81,7 +80,7 @@ def route(trace: Trace, scenario: Scenario) -> IntArray:
 
 
 def parts_of(trace: Trace, scenario: Scenario) -> list[Part]:
-    """What can be replayed apart: every node on its own, or all of them."""
+    """The parts that can be replayed separately: each node, or all of them together."""
     node_of = route(trace, scenario)
     if not scenario.are_nodes_apart:
         return [Part(np.arange(len(trace)), node_of, range(scenario.nodes))]
@@ -92,25 +91,25 @@ def replay(
     trace: Trace, scenario: Scenario, part: Part, progress: Callable[[int], None] = lambda done: None
 ) -> list[Report]:
     """Replay a part of a trace. `progress` is told now and then how many of its prompts have arrived."""
-    agenda = Agenda()
+    events = EventQueue()
     shared = Objects(scenario.stored_bytes)
     contents = {number: _contents(scenario, shared) for number in part.nodes}
-    nodes = {number: Node(scenario, agenda, contents[number], len(trace.blocks)) for number in part.nodes}
+    nodes = {number: Node(scenario, events, contents[number], len(trace.blocks)) for number in part.nodes}
     now_s = 0.0
     for done in range(0, len(part.prompts), _REPORT_EVERY):
         progress(done)
         some = part.prompts[done : done + _REPORT_EVERY]
-        # As lists, made for many prompts at once: one number of an array by itself costs as much as ten of a list.
+        # As lists, made for many prompts at once: reading a number from an array costs as much as ten from a list.
         times_s, tokens = trace.arrived_s[some].tolist(), trace.tokens[some].tolist()
         keys = keys_of(np.concatenate([trace.blocks_of(prompt) for prompt in some.tolist()]))
         ends = np.cumsum(trace.first[some + 1] - trace.first[some]).tolist()
         begin = 0
         for at, (prompt, node) in enumerate(zip(some.tolist(), part.node_of[some].tolist(), strict=True)):
             now_s, end = times_s[at], ends[at]
-            agenda.run(now_s)
+            events.run(now_s)
             nodes[node].arrive(prompt, tokens[at], keys[begin:end], now_s)
             begin = end
-    ended_s = max(agenda.run(math.inf), now_s)
+    ended_s = max(events.run(math.inf), now_s)
     progress(len(part.prompts))
     return [_report(number, node, contents[number], ended_s) for number, node in nodes.items()]
 

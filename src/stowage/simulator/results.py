@@ -1,8 +1,8 @@
-"""What a trace of prompts would find in tiers that nobody has bought yet.
+"""The figures of a simulation: hit rates, bytes, waits and costs of a trace on hardware that need not exist.
 
-    Trace + Scenario ── replay (real `core.flow`, simulated tiers) ──> Report of each node ──> Figures
+    Trace + Scenario ── replay (the real `cache.flow`, simulated tiers) ──> Report of each node ──> Figures
 
-Owns the figures: how they follow from the reports. Sums are over all nodes unless a name says otherwise.
+Owns the computation of the figures from the reports. Sums are over all nodes unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Ttft:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What came out of one scenario.
+    """The results of one scenario.
 
-    `hit_rate`: reused tokens over input tokens, by tier and `all`. `busy`: the share of their time that the nodes
-    computed, `busy_max` that of the busiest; near 1 it cannot keep up, and TTFT is the length of its queue.
+    `hit_rate`: reused tokens over input tokens, by tier and `all`. `busy`: the share of time that the nodes computed,
+    `busy_max` that of the busiest; near 1 a node is overloaded, and TTFT is the length of its queue.
     `disk_written_bytes_per_day`: of the node that writes most. `cost_busy_per_million_tokens`: as if nodes were paid
-    only while they compute. None: not asked for, or nothing to say.
+    only while they compute. None: not requested, or not defined.
     """
 
     requests: int

@@ -1,6 +1,6 @@
-"""What is simulated: machines with their memory, disks and links, and how prompts are spread over them.
+"""The simulated cluster: nodes with their memory, disks and links, and how prompts are routed to them.
 
-Owns the numbers and their checks; a `Scenario` that exists can be simulated. Rates are bytes per second, or tokens.
+Owns the numbers and their checks: every `Scenario` can be simulated. Rates are bytes or tokens per second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUTINGS: Final = ("round-robin", "sticky", "random")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way to a tier. `parallel` transfers share the rates; each waits `latency_s` besides."""
+    """The link to a tier. Up to `parallel` transfers share its rates; each also waits `latency_s`."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -40,13 +40,12 @@ class Link:
 class Scenario:
     """One cluster of equal nodes. Sizes are per node; a size of 0 switches a tier off, but for `objects`.
 
-    `prefill_s_fixed` is what a forward takes whatever its length, `load_s_fixed` what a hit takes besides its bytes:
-    the look-up, the plan, the calls that copy. `step_tokens`: the longest forward, after each of which the engine
-    stores what became complete; 0: a prompt is computed, and stored, at once. `lookup_timeout_s`: the longest wait for
-    an object store to say what it has. `packed_share`: bytes of a chunk below host memory over its raw bytes, as
-    lossless compression leaves them (0.69 of bfloat16 caches of a real model: docs/benchmarks.md).
-    `shared_objects`: all nodes have one object store; otherwise each has its own. `sticky_blocks`: with the routing
-    `sticky`, prompts that begin with the same so many blocks go to the same node.
+    `prefill_s_fixed`: the fixed time of a forward; `load_s_fixed`: the fixed time of a hit (look-up, plan, copy calls).
+    `step_tokens`: the longest forward, after each of which the engine stores complete chunks; 0: a prompt is computed
+    and stored at once. `lookup_timeout_s`: the longest wait for an object store's look-up. `packed_share`: bytes of a
+    chunk below host memory over its raw bytes, after lossless compression (0.69 for bfloat16 caches of a real model:
+    docs/benchmarks.md). `shared_objects`: all nodes have one object store; otherwise each has its own.
+    `sticky_blocks`: with the routing `sticky`, prompts with the same first blocks, this many, go to the same node.
     """
 
     host_bytes: int
@@ -108,18 +107,18 @@ class Scenario:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of the keys and values of one block."""
+        """Bytes of the keys and values of one block."""
         return self.kv_bytes_per_token * self.block_tokens
 
     @property
     def stored_bytes(self) -> int:
-        """Of one block in a tier below host memory: whole pages where it is packed."""
+        """Bytes of one block in a tier below host memory: whole pages where it is packed."""
         packed = round_up(math.ceil(self.chunk_bytes * self.packed_share), PAGE_BYTES)
         return min(self.chunk_bytes, packed)
 
     @property
     def slot_bytes(self) -> int:
-        """Of host memory that one block takes."""
+        """Host memory that one block takes."""
         return round_up(self.chunk_bytes, PAGE_BYTES)
 
     @property
@@ -134,7 +133,7 @@ class Scenario:
 
     @property
     def are_nodes_apart(self) -> bool:
-        """Whether what one node does is nothing to the others."""
+        """Whether nodes share nothing, so that they can be simulated separately."""
         return self.nodes == 1 or not (self.objects and self.shared_objects)
 
     def geometry(self, bytes_per_token: int) -> Geometry:
@@ -142,7 +141,7 @@ class Scenario:
         return Geometry((Group(0, Kind.FULL, self.block_tokens, 1, bytes_per_token * self.block_tokens),))
 
     def forward_s(self, tokens: int) -> float:
-        """What computing so many tokens of a prompt takes."""
+        """Seconds to compute ``tokens`` tokens of a prompt."""
         forwards = -(-tokens // self.step_tokens) if self.step_tokens else 1
         return forwards * self.prefill_s_fixed + tokens / self.prefill_tokens_per_s
 

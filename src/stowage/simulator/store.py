@@ -1,6 +1,6 @@
-"""A tiered store without bytes: the real flow over simulated tiers, with what `cache.store` offers to the planner.
+"""A tiered store without bytes: the real `Flow` over simulated tiers, with the interface that the planner needs.
 
-Owns the flow and one node's ways to its tiers; transfers end as events of the agenda. `now_s` is set by whoever calls.
+Owns the flow and one node's tiers; transfers end as events in the event queue. The caller sets `now_s`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from stowage.simulator.scenario import Scenario
 from stowage.simulator.tiers import Content, Landing, Tier
 from stowage.storage.protocol import Probe
 
-__all__ = ["Agenda", "SimulatedStore"]
+__all__ = ["EventQueue", "SimulatedStore"]
 
 _SPILL_BYTES_MAX: Final = 256 << 20
 _SPILL_SHARE: Final = 4
-"""As in `cache/store.py`: what may be under way to the lower tiers, and of which part of host memory at most."""
+"""As in `cache/store.py`: the limit of bytes in flight to lower tiers, and the part of host memory that it may be."""
 _CHUNK_BYTES_MAX: Final = 1 << 20
-"""Chunks are told to the flow as no longer than this, so that a transfer takes up to 32 of them: blocks of a trace are
-longer than chunks of an engine, and one transfer for each would cost the simulation more than all the rest."""
+"""The flow sees chunks as no longer than this, so that a transfer takes up to 32 of them: a trace's blocks are longer
+than an engine's chunks, and one transfer each would cost the simulation more than all the rest."""
 
 
-class Agenda:
-    """What happens when. Things of one time happen in the order in which they were put down."""
+class EventQueue:
+    """Events by time; events of the same time run in the order in which they were added."""
 
     __slots__ = ("_heap", "_numbers")
 
@@ -44,11 +44,11 @@ class Agenda:
         self._numbers = count()
 
     def at(self, time_s: float, call: Callable[[float], None]) -> None:
-        """`call` at that time, with the time as its argument."""
+        """Run `call` at that time, with the time as its argument."""
         heapq.heappush(self._heap, (time_s, next(self._numbers), call))
 
     def run(self, until_s: float) -> float:
-        """All that is due by then. When the last of it happened, 0 if nothing did."""
+        """Run all events up to `until_s`. Returns the time of the last one, 0 if there was none."""
         last_s = 0.0
         while self._heap and self._heap[0][0] <= until_s:
             last_s, _, call = heapq.heappop(self._heap)
@@ -57,15 +57,15 @@ class Agenda:
 
 
 class SimulatedStore:
-    """`contents`: what its tiers lead to, fastest first. `chunks_max`: all that can ever come. `progress` is called
-    when a transfer has ended, or a deadline has passed. `unanswered`: the object store has not said yet what it has of
-    the prompt that is looked up.
+    """`contents`: of its tiers, fastest first. `chunks_max`: the most chunks of the whole trace. `progress` is called
+    when a transfer has ended, or a deadline has passed. `unanswered`: the object store has not answered the look-up
+    yet.
     """
 
     def __init__(
         self,
         scenario: Scenario,
-        agenda: Agenda,
+        events: EventQueue,
         contents: list[Content],
         chunks_max: int,
         progress: Callable[[float], None],
@@ -74,7 +74,7 @@ class SimulatedStore:
         self.now_s = 0.0
         self.unanswered = False
         self._scenario = scenario
-        self._agenda = agenda
+        self._events = events
         self._progress = progress
         links = {"disk": scenario.disk, "object": scenario.object}
         names = scenario.tier_names[1:]
@@ -89,7 +89,7 @@ class SimulatedStore:
             slab.slots * slab.slot_bytes // _SPILL_SHARE,
         )
         indexes = [content.masks for content in contents]
-        slab = replace(slab, slots=min(slab.slots, chunks_max + 1))  # room that nothing would ever fill costs memory
+        slab = replace(slab, slots=min(slab.slots, chunks_max + 1))  # slots that stay empty would cost memory
         self.flow = Flow(told, [slab], indexes, spill_bytes // scale, POLICIES[scenario.policy])
         self._ones: MaskArray = np.ones(64, np.uint64)
 
@@ -112,7 +112,7 @@ class SimulatedStore:
         fetch = self.flow.fetch(wanted, deadline_s, self.now_s)
         self.act(self.now_s)
         if not fetch.done:
-            self._agenda.at(deadline_s, self._tick)
+            self._events.at(deadline_s, self._tick)
         return fetch
 
     @property
@@ -123,9 +123,9 @@ class SimulatedStore:
     def probe(
         self, wanted: Sequence[tuple[int, list[bytes]]], certain: Mapping[int, Certain] = MappingProxyType({})
     ) -> list[Probe]:
-        """See `TieredStore`: an answer takes as long as the way there."""
+        """See `TieredStore`; an answer takes the link's latency."""
         probe = Probe(expected_s=self._scenario.object.latency_s)
-        self._agenda.at(self.now_s + probe.expected_s, partial(self._answered, probe))
+        self._events.at(self.now_s + probe.expected_s, partial(self._answered, probe))
         return [probe]
 
     def _answered(self, probe: Probe, now_s: float) -> None:
@@ -135,11 +135,11 @@ class SimulatedStore:
     # Storing
 
     def store(self, keys: list[bytes], after: bytes | None, now_s: float) -> None:
-        """Chunks were computed, and are copied into host memory."""
+        """Store computed chunks in host memory."""
         self.flow.commit(self.flow.reserve(0, keys, self._whole(len(keys)), after), now_s)
 
     def _whole(self, count: int) -> MaskArray:
-        """The masks of so many chunks, not to be changed: each has the one block."""
+        """Read-only masks of ``count`` chunks, each with its one block."""
         if count > len(self._ones):
             self._ones = np.ones(2 * count, np.uint64)
         return self._ones[:count]
@@ -147,7 +147,7 @@ class SimulatedStore:
     # Tiers
 
     def act(self, now_s: float) -> None:
-        """Carry out what the flow asks for."""
+        """Carry out the flow's actions."""
         for action in self.flow.take_actions() if self.tiers else ():
             tier = self.tiers[action.tier]
             if isinstance(action, Discard):
@@ -155,9 +155,9 @@ class SimulatedStore:
                 continue
             assert isinstance(action, StartLoad | StartStore)
             landing = tier.begin(action, now_s)
-            self._agenda.at(landing.at_s, partial(self._landed, action, landing))
+            self._events.at(landing.at_s, partial(self._landed, action, landing))
             if landing.at_s > action.deadline_s and isinstance(action, StartStore):
-                self._agenda.at(action.deadline_s, self._tick)
+                self._events.at(action.deadline_s, self._tick)
 
     def _landed(self, action: StartLoad | StartStore, landing: Landing, now_s: float) -> None:
         self.tiers[action.tier].land(action, landing)
@@ -172,7 +172,7 @@ class SimulatedStore:
         self._progress(now_s)
 
     def check(self) -> None:
-        """Assert the invariants of the flow, and of what its tiers lead to."""
+        """Assert the invariants of the flow, and of the tiers' contents."""
         self.flow.check()
         for tier in self.tiers:
             tier.content.check()

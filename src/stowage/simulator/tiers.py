@@ -1,10 +1,10 @@
-"""The tiers below host memory, simulated: what they hold and how long a transfer takes. No bytes, no files, no clock.
+"""Simulated tiers below host memory: their contents, and the time of each transfer. No bytes, no files, no clock.
 
     StartLoad, StartStore ──> Tier.begin ──> Landing(when, which chunks) ──(the caller waits)──> Tier.land
 
-`Segments` (in `segments.py`) does the bookkeeping of `tiers.disk`: a disk is full of segments, the oldest is reclaimed
-for a new one, and chunks of the next victim that were hit are written again. `Objects` forgets nothing, and may be seen
-by many nodes. A transfer that cannot begin before its deadline fails; one that began ends well, however late.
+`Segments` (`disk_segments.py`) does the bookkeeping of `storage.disk`: when the disk is full, the oldest segment is
+reclaimed for a new one, and chunks of the next victim that were hit are rewritten. `Objects` evicts nothing, and may be
+shared by many nodes. A transfer that cannot begin before its deadline fails; one that began succeeds, however late.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from stowage.simulator.scenario import Link
 __all__ = ["Content", "Landing", "Objects", "Tier"]
 
 TRANSFERS_MAX: Final = 64
-"""Loads, and stores, that a tier takes at a time; more are refused, as by the real ones."""
+"""Loads, and stores, in flight in a tier; more are refused, as by the real tiers."""
 _FIELD_BYTES: Final = 8
-"""Of a row: the least that there can be. Nothing is kept there."""
+"""Size of a row's fields: the minimum. They are not used."""
 _OWNER: Final = 0
 
 
 class Content(Protocol):
-    """What a tier holds. `held_bytes`: how much that is."""
+    """The contents of a tier, of `held_bytes` bytes."""
 
     @property
     def held_bytes(self) -> int: ...
 
     def masks(self, keys: list[bytes]) -> MaskArray:
-        """1 for each key that is there, else 0."""
+        """1 for each key that is present, else 0."""
         ...
 
     def put(self, keys: list[bytes]) -> int:
-        """The chunks were written. How many bytes that were."""
+        """Write the chunks. Returns the bytes written."""
         ...
 
     def hit(self, keys: Iterable[bytes]) -> None:
@@ -58,7 +58,7 @@ class Content(Protocol):
 
 
 class Objects:
-    """Chunks in a store that forgets nothing: in a table that takes 50 bytes each, because there can be very many."""
+    """An object store that evicts nothing. A table of 50 bytes per chunk, because there can be very many."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self._rows = make_rows(_FIELD_BYTES)
@@ -67,14 +67,14 @@ class Objects:
 
     @property
     def held_bytes(self) -> int:
-        """What it holds."""
+        """Bytes of all chunks."""
         return len(self._rows) * self._chunk_bytes
 
     def masks(self, keys: list[bytes]) -> MaskArray:
         return self._known(keys).astype(np.uint64)
 
     def put(self, keys: list[bytes]) -> int:
-        """What somebody else has put there meanwhile is not written again."""
+        """Write the chunks that are not present. Returns the bytes written."""
         known = self._known(keys)
         new = keys if not known.any() else list(compress(keys, (~known).tolist()))
         before = len(self._rows)
@@ -99,7 +99,7 @@ class Objects:
 
 
 class Landing(NamedTuple):
-    """How a transfer will end. `refused`: it was not tried."""
+    """The future end of a transfer. `refused`: it was not tried."""
 
     at_s: float
     ok: BoolArray
@@ -107,7 +107,7 @@ class Landing(NamedTuple):
 
 
 class _Pipe:
-    """One direction of a link: transfers share its rate, first come first served; so many wait out their latency."""
+    """One direction of a link: transfers share its rate, first come first served; `parallel` latencies overlap."""
 
     def __init__(self, bytes_per_s: float, latency_s: float, parallel: int) -> None:
         self._bytes_per_s = bytes_per_s
@@ -117,11 +117,11 @@ class _Pipe:
         self.under_way = 0
 
     def begins_s(self, now_s: float) -> float:
-        """When a transfer that is asked for now would begin."""
+        """When a transfer that is submitted now would begin."""
         return max(now_s, self._lanes[0], self._free_s - self._latency_s)
 
     def end_s(self, payload_bytes: int, now_s: float) -> float:
-        """Begin it. When it ends."""
+        """Begin a transfer; returns when it ends."""
         end_s = max(self._free_s, self.begins_s(now_s) + self._latency_s) + payload_bytes / self._bytes_per_s
         heapq.heapreplace(self._lanes, end_s)
         self._free_s = end_s
@@ -129,7 +129,7 @@ class _Pipe:
 
 
 class Tier:
-    """One node's way to a tier, with what went through it."""
+    """One node's link to a tier, with the bytes that went over it."""
 
     def __init__(self, link: Link, content: Content, chunk_bytes: int) -> None:
         self.content = content
@@ -140,7 +140,7 @@ class Tier:
         self._writes = _Pipe(link.write_bytes_per_s, link.latency_s, link.parallel)
 
     def begin(self, action: StartLoad | StartStore, now_s: float) -> Landing:
-        """A transfer is asked for. When and how it ends; then it must `land`."""
+        """Begin a transfer. Returns when and how it ends; `land` must be called then."""
         pipe = self._reads if isinstance(action, StartLoad) else self._writes
         count = len(action.keys)
         pipe.under_way += 1

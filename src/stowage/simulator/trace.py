@@ -1,12 +1,12 @@
-"""A trace of prompts: what was asked when, read from a file of JSON lines and checked line by line.
+"""A trace of prompts, read from a file of JSON lines and checked line by line.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
 
 `timestamp` in milliseconds, lengths in tokens. `hash_ids` name the blocks of the prompt, `block_tokens` tokens each; an
 id stands for the block and all that comes before it, and the last one may be of a block that is only partly filled.
 
-A trace is columns, not objects: a million prompts take some hundred bytes each. Never guesses: a line that does not fit
-is a ConfigError with its number.
+A trace is columns, not objects: a million prompts take some hundred bytes each. An invalid line raises a ConfigError
+with its number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Trace:
 
     block_tokens: int
     arrived_s: NDArray[np.float64]
-    """From the first arrival on."""
+    """Seconds since the first arrival."""
     tokens: IntArray
     output_tokens: IntArray
     blocks: IntArray
@@ -60,7 +60,7 @@ class Trace:
         return self.blocks[self.first[prompt] : self.first[prompt + 1]]
 
     def faster(self, times: float) -> Trace:
-        """The same prompts, arriving so many times as fast."""
+        """The same prompts, arriving ``times`` times as fast."""
         return Trace(
             self.block_tokens, self.arrived_s / times, self.tokens, self.output_tokens, self.blocks, self.first
         )
@@ -128,7 +128,7 @@ def _prompt(line: bytes, number: int, path: Path, block_tokens: int) -> tuple[fl
 
 
 def _why_not(line: bytes, error: Exception) -> str:
-    """What is wrong with a line of which the fields could not be taken."""
+    """The reason why a line's fields could not be read."""
     if isinstance(error, KeyError):
         return f"{error.args[0]} is missing; a prompt has {', '.join(_FIELDS)}"
     if isinstance(error, TypeError):
@@ -160,7 +160,7 @@ def _in_order(
     blocks: array[int],
     first: array[int],
 ) -> Trace:
-    """The columns as arrays, sorted by time where the file was not; lines of one time stay in their order."""
+    """The columns as arrays, sorted by time (stable)."""
     arrived_ms = np.frombuffer(times_ms, np.float64)
     flat = np.frombuffer(blocks, np.int64) if len(blocks) else np.zeros(0, np.int64)
     starts = np.frombuffer(first, np.int64)

@@ -1,8 +1,8 @@
-"""Sees every parameter of a model that Transformers builds, once, in its final form, and decides what the model gets.
+"""Intercepts the parameters of a model while Transformers builds it: each once, in its final form.
 
-Uses two seams of torch, the global hooks that see modules and parameters being registered, so that whatever
-Transformers renames, casts, stacks or fuses is done before a parameter is seen here. Owns the seams while a model is
-built, and gives back the memory that building takes on the way.
+Uses torch's global hooks for the registration of modules and parameters, so Transformers has renamed, cast, stacked and
+fused a parameter before it is seen here. Owns the hooks while a model is built, and frees the memory that building
+takes temporarily.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _one_at_a_time = threading.Lock()
 
 
 class Building(ABC):
-    """One model being built from ``checkpoint``. A subclass says what is done with its parameters."""
+    """The build of one model from ``checkpoint``. A subclass decides what happens to its parameters."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -45,14 +45,14 @@ class Building(ABC):
 
     @abstractmethod
     def begin(self, root: nn.Module) -> None:
-        """``root`` has all its modules, by name, shape and type, and no bytes yet."""
+        """``root`` has all its modules, with names, shapes and dtypes, but no values yet."""
 
     @abstractmethod
     def put(self, path: str, parameter: nn.Parameter) -> nn.Parameter:
-        """``parameter``, which is called ``path``, has its final form; the model gets what is returned."""
+        """``parameter``, called ``path``, has its final form; the model gets the returned one instead."""
 
     def build(self, build: Callable[[], Any]) -> Any:
-        """What ``build`` makes, with Transformers. Raises whatever it and the two methods above raise."""
+        """The model that ``build`` makes with Transformers. Raises what it and the two methods above raise."""
         with _one_at_a_time, _sequential(), self._watching():
             return build()
 
@@ -78,7 +78,7 @@ class Building(ABC):
             self._parents[id(child)] = (parent, name)
 
     def _buffered(self, _module: nn.Module, _name: str, buffer: Tensor | None) -> Tensor | None:
-        """A buffer that was loaded must not stay a view of the mapped file, whose pages are given back meanwhile."""
+        """A loaded buffer must not stay a view of the mapped file, because that file's pages are dropped."""
         if buffer is None or buffer.device.type == "meta" or threading.get_ident() != self._thread:
             return None
         kept = buffer.detach().clone()
@@ -111,10 +111,9 @@ class Building(ABC):
         self.begin(root)
 
     def _forget_pages(self, nbytes: int) -> None:
-        """Give back what loading parameters took besides: pages of the files that Transformers has mapped, and
-        memory of its conversions. Neither is in a budget.
-
-        Nothing that is kept lies in those pages, and nothing writes to them, so they can be had again.
+        """Free what loading took temporarily and no budget counts: pages of the files that Transformers has mapped, and
+        memory of its conversions. No parameter lies in those pages and nothing writes to them, so they can be read
+        again.
         """
         self._unforgotten_bytes += nbytes
         if self._unforgotten_bytes < _FORGET_EVERY_BYTES:

@@ -1,6 +1,6 @@
-"""A checkpoint's files, open: where each tensor lies, without reading one.
+"""A checkpoint's open files: the location of each tensor, without reading one.
 
-Owns the descriptors. Tensors that lie packed (``lossless``) are files of their own here. Format: an unsigned
+Owns the file descriptors. Losslessly packed tensors (``lossless``) are files of their own here. Format: an unsigned
 64-bit little-endian length, that many bytes of JSON, then the tensors (https://github.com/huggingface/safetensors).
 """
 
@@ -42,7 +42,7 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.uint8,
 }
-"""What the types of a safetensors file are here. E8M0 is a power of two: a byte to whoever knows."""
+"""The dtypes of a safetensors file. E8M0, a power of two, is read as uint8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a safetensors file, which was not read."""
+    """A tensor in a safetensors file, not read yet."""
 
     name: str
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class Stored:
     span: Span
 
     def read(self) -> Tensor:
-        """Its values. The file's header, which may be of thousands of tensors, is not looked at again. Raises
+        """The values. Does not parse the file's header again, which may list thousands of tensors. Raises
         CheckpointError.
         """
         file = File.open(self.span.path)
@@ -85,8 +85,8 @@ class Stored:
 
 
 class Checkpoint:
-    """The safetensors ``files`` of one model, or GGUF files, which were checked before and whose tensors are of no
-    interest here. Raises CheckpointError for a file that cannot be read or is damaged.
+    """The safetensors ``files`` of one model, or its GGUF files, which were checked before and are only opened here.
+    Raises CheckpointError for a file that cannot be read or is damaged.
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
@@ -109,7 +109,7 @@ class Checkpoint:
         self.files = []
 
     def segments(self, parts: Mapping[str, Sequence[Span]]) -> dict[str, tuple[Segment, ...]]:
-        """The same, of the open files."""
+        """``parts`` as segments of the open files."""
         files = {file.path: file for file in self.files}
         return {
             name: tuple(Segment(files[span.path], span.offset, span.length) for span in spans)
@@ -143,7 +143,7 @@ class Checkpoint:
 
 
 def read_segments(segments: Sequence[Segment], into: Tensor) -> Tensor:
-    """``into``, which has as many bytes, filled with them, end to end. Raises CheckpointError."""
+    """Fills ``into`` with the bytes of the segments, end to end. Raises CheckpointError."""
     raw, at = into.view(-1).view(torch.uint8).numpy().data, 0
     assert sum(segment.length for segment in segments) == into.nbytes, "what is not read would be anything"
     for segment in segments:
@@ -161,8 +161,8 @@ def read_segments(segments: Sequence[Segment], into: Tensor) -> Tensor:
 
 
 def stored_in(path: Path) -> list[Stored]:
-    """What lies where in a safetensors file, as its header says, each tensor within the file and of the size that its
-    shape says; without those of types that torch does not have. Raises CheckpointError.
+    """The tensors of a safetensors file, except those of dtypes that torch does not have. Each is checked to lie within
+    the file and to have the size of its shape. Raises CheckpointError.
     """
     file, found = File.open(path), list[Stored]()
     try:
@@ -188,7 +188,7 @@ def stored_in(path: Path) -> list[Stored]:
 
 
 def _header(file: File) -> tuple[dict[str, Any], int]:
-    """What the header says, and where the tensors begin. Raises ValueError."""
+    """The header, and the offset at which the tensors begin. Raises ValueError."""
     length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
     if not 2 <= length <= min(_HEADER_BYTES_MAX, file.length - 8):
         raise ValueError(f"a header of {length} bytes")

@@ -1,7 +1,7 @@
-"""Everything that brings a model's weights to its modules, and takes them back: which module by which way.
+"""Delivers a model's offloaded weights to its modules, each by its placement, and releases them after use.
 
-Owns the hooks on a model's units and what is behind them: ring, buffers of a device, cache of experts, readers, files;
-and the order in which all of that is put back after a forward that did not end.
+Owns the hooks on a model's units and what is behind them: ring, device buffers, expert cache, readers, files; and the
+order in which all of that is reset after a forward that failed.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Deliveries:
         return Ring(units, slots, nbytes, self._reads, self._readers, TIMEOUT_S)
 
     def _cross(self, carrier: Carrier) -> None:
-        """Pin what crosses over, and make the buffers."""
+        """Pin the host memory that is copied to the device, and make the device buffers."""
         self._host_buffers.pin(carrier.pin)
         if self._ring is not None:
             self._pinned = carrier.pin(self._ring.numpy())
@@ -117,7 +117,7 @@ class Deliveries:
         return DeviceExperts(seated, most_bytes, self._readers, TIMEOUT_S, carrier, first)
 
     def _let_go(self) -> None:
-        """Give back memory, threads and files."""
+        """Release memory, threads and files."""
         if self._device_prefetcher is not None:
             self._device_prefetcher.close()
         if isinstance(self._experts, DeviceExperts):
@@ -137,7 +137,7 @@ class Deliveries:
             self._image.close()
 
     def _unfrozen(self) -> bool:
-        """Whether a parameter of the model is one of which gradients may be expected."""
+        """Whether any parameter of the model requires gradients."""
         return any(p.requires_grad for p in self._model.parameters())
 
     # What happens around passes (``passes.Delivery``)
@@ -193,7 +193,9 @@ class Deliveries:
         self._before = order
 
     def _follow(self, order: list[int]) -> None:
-        """The next forwards will ask as this one did. An encoder, or what sees pictures, may have no part in them."""
+        """Expect the next forwards to ask in this order. Units that this forward did not use, such as a vision
+        encoder's, are left out.
+        """
         in_ring = [self._in_ring.index(number) for number in order if number in self._in_ring]
         if self._device_prefetcher is not None:
             if self._learned or set(order) != set(range(len(self._streams))):
@@ -306,7 +308,7 @@ class Deliveries:
         return bring, rows.take_back
 
     def _slot(self, number: int) -> list[Tensor]:
-        """The parameters of a unit in the ring, lent until ``_give_back``."""
+        """The parameters of a unit in the ring, valid until ``_give_back``."""
         assert self._ring is not None
         stream, in_ring = self._streams[number], self._in_ring.index(number)
         found = self._ring.take(in_ring)
@@ -318,7 +320,7 @@ class Deliveries:
         return stream.views(found.number, found.memory)
 
     def _go_round(self, order: list[int]) -> None:
-        """Forwards and backwards, a model that learns asks so."""
+        """Expect this order of units from training: forward, then backward."""
         self._before = []
         if self._ring is not None and order:
             self._ring.follow([self._in_ring.index(number) for number in order])

@@ -1,4 +1,4 @@
-"""The parameters of one unit: pointed at where their bytes are while it computes, and offloaded meanwhile."""
+"""The parameters of one unit: they point at delivered bytes while it computes, and are offloaded otherwise."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ HOST: Final = torch.device("cpu")
 TIMEOUT_S: Final = 120.0
 """The longest wait for one module's bytes."""
 _TRIED_BYTES: Final = 4096
-"""Of each end of a parameter that a device is to read in host memory."""
+"""Bytes at each end of a parameter that are compared to see whether the device can read it in host memory."""
 
 
 @dataclass(slots=True)
 class Load:
-    """A unit, how it is delivered, and where its parameters are while they are offloaded: ``locations`` by their
-    names.
-    """
+    """A unit, its delivery, and by name the locations of its parameters while they are offloaded."""
 
     unit: Unit
     delivery: Delivery
@@ -45,9 +43,8 @@ def files_of(locations: Iterable[ParameterLocation]) -> list[File]:
 
 
 def show(load: Load, carrier: Carrier | None) -> None:
-    """Point the parameters of ``load`` at host memory, or at the checkpoint's mapped file, for good.
-
-    Raises ConfigError when the device cannot read it there; it is tried.
+    """Point the parameters of ``load`` permanently at host memory, or at the checkpoint's mapped file. Raises
+    ConfigError when the device cannot read them there, which is tested.
     """
     for name, location in load.locations.items():
         if carrier is None:
@@ -70,7 +67,7 @@ def show(load: Load, carrier: Carrier | None) -> None:
 
 
 def hide(loads: Iterable[Load], carrier: Carrier) -> None:
-    """Before host memory is unpinned: what ``loads`` show there is offloaded, and nothing computes from it any more."""
+    """Offload the parameters that point at host memory, and wait until nothing reads them. Called before unpinning."""
     shown = [load for load in loads if load.delivery is Delivery.MAPPED]
     for load in shown:
         for name, location in load.locations.items():
@@ -80,7 +77,7 @@ def hide(loads: Iterable[Load], carrier: Carrier) -> None:
 
 
 def _same(there: Tensor, here: Tensor) -> bool:
-    """Whether both ends of it are the same bytes. They are added to, so that a kernel reads them, and no copy does."""
+    """Whether the bytes at both ends are equal. An addition reads them, so that a kernel does it and not a copy."""
     for part in (slice(0, _TRIED_BYTES), slice(max(0, len(here) - _TRIED_BYTES), len(here))):
         if not torch.equal((there[part] + 0).cpu(), here[part]):
             return False
@@ -137,7 +134,7 @@ class Streamed:
 
 
 class Stacked:
-    """The experts of a layer, whose memory is the cache's, and which are shown while the layer computes."""
+    """The experts of a layer, in the memory of the expert cache; parameters point there while the layer computes."""
 
     def __init__(self, load: Load) -> None:
         self._names = list(load.locations)
@@ -157,7 +154,7 @@ class Stacked:
 
 
 class Rows:
-    """An embedding whose rows are read as they are asked for."""
+    """An embedding whose rows are read from disk on demand."""
 
     def __init__(self, load: Load, device: torch.device) -> None:
         ((name, location),) = load.locations.items()
@@ -182,8 +179,8 @@ class Rows:
         return self._module._parameters.get(self._name.rpartition(".")[2]) is not self._parameter
 
     def deliver(self, ids: Tensor, readers: Readers) -> tuple[Tensor, int]:
-        """Rows of ``ids`` (any shape) into the module's weight; the numbers they have there, and how many bytes they
-        are.
+        """Read the rows of ``ids`` (any shape) into the module's weight. Returns their indices there, in the same
+        shape, and the number of bytes read.
         """
         for file in self._files:
             file.check()

@@ -1,14 +1,14 @@
-"""Weights on a device that is a memory of its own: they cross over into buffers there, ahead of what computes.
+"""Prefetches weights to a device with memory of its own: they are copied into device buffers, ahead of computing.
 
-Owns the device's buffers (``prefetcher`` says which is filled with what). What lies in host memory for good
-crosses straight from there, as far ahead as there are buffers; what is read from disk crosses from the ring's slots
-when it is asked for, and nothing overtakes it. A buffer is written to only when everything that computes from it has
-been computed, and a slot of the ring is filled again only when its bytes have crossed over. What a device does for that
-is behind ``Carrier``, so that the order can be tested without one.
+Owns the device's buffers (``prefetcher`` decides which is filled with what). Weights that stay in host memory are
+copied as far ahead as there are buffers; weights that are read from disk are copied from the ring's slots when they are
+needed, in order. A buffer is overwritten only when everything that reads it has been computed, and a slot of the ring
+is filled again only when it has been copied. The device is behind ``Carrier``, so that the order can be tested without
+one.
 
-    host memory --copy, beside the computing--> buffer --use--> what computes --computed--> the next copy into it
+    host memory --copy, while computing continues--> buffer --use--> kernels --computed--> the next copy into it
 
-No host thread is between these: on a GPU each arrow is an event that one stream waits for.
+No host thread waits in between: on a GPU each arrow is an event that one stream waits for.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from stowage.weights.prefetcher import Prefetcher
 __all__ = ["Carrier", "DevicePrefetcher", "PlainCarrier", "RingSlots"]
 
 _ALIGNED_BYTES = 256
-"""Where a parameter may begin in a buffer: what allocators of devices give, and kernels are quickest with."""
+"""Alignment of parameters in a buffer: that of device allocators, with which kernels are fastest."""
 
 
 class PrefetchTicket(Protocol):
-    """Copies that were begun."""
+    """Copies in flight."""
 
     @property
     def done(self) -> bool: ...
@@ -44,44 +44,44 @@ class PrefetchTicket(Protocol):
 
 
 class Carrier(Protocol):
-    """What a device does. Buffers go by number."""
+    """A device's copies of weights. Buffers are named by number."""
 
     @property
     def device(self) -> torch.device: ...
 
     def pin(self, memory: NDArray[np.uint8]) -> Any:
-        """Let copies from ``memory`` go on by themselves, if that is wanted; something to ``close`` that says whether
-        it is pinned ``whole``, or ``None``.
+        """Pin ``memory`` if that is wanted, so that copies from it are asynchronous. Returns an object to ``close``
+        with ``whole``: whether all is pinned; or ``None``.
         """
         ...
 
     def view(self, memory: Tensor) -> Tensor:
-        """The same bytes of pinned host memory, uint8, one dimension, as the device reads them over the link. Raises
-        RuntimeError where it cannot.
+        """Pinned host memory (uint8, one dimension) as a device tensor that kernels read over the link. Raises
+        RuntimeError where the device cannot.
         """
         ...
 
     def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> PrefetchTicket | None:
-        """Copy into ``buffers``, ``(there, here)`` each, after what was ``computed`` from them. ``None``: it is done.
-        Raises RuntimeError or TransferError when that fails.
+        """Copy the ``(device, host)`` pairs into ``buffers``, after all that was ``computed`` from them. ``None``: the
+        copies are done. Raises RuntimeError or TransferError when that fails.
         """
         ...
 
     def use(self, buffers: Sequence[int]) -> None:
-        """What is computed from now on comes after what was copied into ``buffers``, as far as anything was."""
+        """Work that is issued from now on waits for the copies into ``buffers``."""
         ...
 
     def computed(self, buffers: Sequence[int]) -> None:
-        """All that computes from ``buffers`` has been asked for."""
+        """All work that reads ``buffers`` has been issued."""
         ...
 
     def forget(self) -> None:
-        """Of ``buffers`` nothing is known any more: what is copied next comes after everything asked for before."""
+        """Forget the state of all buffers: the next copies wait for all work issued before."""
         ...
 
 
 class PlainCarrier:
-    """Any device of torch: copies are made before the call returns."""
+    """For any torch device: copies are complete when the call returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -91,7 +91,7 @@ class PlainCarrier:
         return None
 
     def view(self, memory: Tensor) -> Tensor:
-        """Only the host's own memory is shared for certain."""
+        """Supported for the CPU only."""
         if self.device.type != "cpu":
             raise RuntimeError(f"{self.device} is not known to read host memory")
         return memory
@@ -103,19 +103,19 @@ class PlainCarrier:
         return None
 
     def use(self, buffers: Sequence[int]) -> None:
-        """It is there."""
+        """Does nothing: copies are complete."""
 
     def computed(self, buffers: Sequence[int]) -> None:
-        """Nothing is under way."""
+        """Does nothing: copies are complete."""
 
     def forget(self) -> None:
-        """There is nothing to forget."""
+        """Does nothing: there is no state."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingSlots:
-    """Where the parameters of ``units`` come from that are read from disk: ``take`` waits for a unit's slot, which
-    ``give_back`` says may be filled again.
+    """The ring's slots of the ``units`` that are read from disk: ``take`` waits for a unit's slot, and ``give_back``
+    lets it be filled again.
     """
 
     units: frozenset[int] = frozenset()
@@ -124,8 +124,8 @@ class RingSlots:
 
 
 class DevicePrefetcher(Prefetcher[PrefetchTicket | None, list[Tensor]]):
-    """``buffers`` of ``nbytes`` each, for units whose parameters are ``locations``, by the unit's number. ``slots``
-    has those that come through the ring.
+    """``buffers`` of ``nbytes`` each, for units whose parameters are ``locations``, by the unit's number. ``slots``:
+    of the units that are read from disk.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class DevicePrefetcher(Prefetcher[PrefetchTicket | None, list[Tensor]]):
         self._apart, self._left = False, 0
         self._last: PrefetchTicket | None = None
         self.direct_bytes = 0
-        """That crossed over straight from host memory."""
+        """Bytes that were copied directly from host memory."""
 
     @property
     def nbytes(self) -> int:
@@ -153,12 +153,12 @@ class DevicePrefetcher(Prefetcher[PrefetchTicket | None, list[Tensor]]):
         return sum(buffer.numel() for buffer in self._buffers)
 
     def settle(self) -> None:
-        """Wait until everything has left the ring."""
+        """Wait until all copies from the ring are done."""
         while self._under_way:
             self._first()
 
     def close(self) -> None:
-        """Wait until nothing is copied any more, whatever became of it."""
+        """Wait until all copies have ended, failed or not."""
         last, self._last = self._last, None
         with contextlib.suppress(TransferError):  # nobody waits for these any more
             if last is not None:
@@ -167,20 +167,20 @@ class DevicePrefetcher(Prefetcher[PrefetchTicket | None, list[Tensor]]):
             self.settle()
 
     def begin_apart(self) -> None:
-        """From here on each pass begins its own copies and leaves none begun: nothing that it waits for was asked for
-        outside of it, so that it can be captured and done again. What is computed next comes after all copies.
+        """From now on each pass issues its own copies and leaves none in flight: it waits for nothing that was issued
+        outside of it, so it can be captured and replayed. Work that is issued next waits for all copies.
         """
         assert not self._slots.units, "what is read from disk is different work for each pass"
         self.join()
         self._apart = True
 
     def end_apart(self) -> None:
-        """Passes follow one another again."""
+        """Passes may prefetch for the next ones again."""
         self._carrier.forget()
         self._apart = False
 
     def join(self) -> None:
-        """What is computed from now on comes after all copies that were begun, given up or not; they are forgotten."""
+        """Work that is issued from now on waits for all copies in flight, abandoned or not; they are forgotten."""
         self._carrier.use(range(len(self._buffers)))
         self._drop()
         self._next = 0
@@ -199,7 +199,7 @@ class DevicePrefetcher(Prefetcher[PrefetchTicket | None, list[Tensor]]):
             self.join()
 
     def reset(self) -> None:
-        """See ``Prefetcher``. The device has done all it was asked for."""
+        """See ``Prefetcher``. The device is idle."""
         super().reset()
         self._under_way.clear()
         self._last, self._left = None, 0
@@ -211,7 +211,7 @@ class DevicePrefetcher(Prefetcher[PrefetchTicket | None, list[Tensor]]):
         assert not self._lent and not self._under_way
 
     def _ahead(self, unit: int) -> bool:
-        """What comes through the ring waits until it is asked for, because nothing may overtake it."""
+        """Whether the unit may be copied ahead. Units from the ring are copied when they are needed, in order."""
         return unit not in self._slots.units and not (self._apart and not self._left)
 
     def _fill(self, unit: int, buffer: int) -> PrefetchTicket | None:
@@ -235,8 +235,8 @@ class DevicePrefetcher(Prefetcher[PrefetchTicket | None, list[Tensor]]):
         return prefetched
 
     def _slot(self, unit: int) -> Sequence[Tensor]:
-        """Slots are given back whose bytes are over. Of those that are not only the newest is left, because the ring
-        must have some to fill, and not even that when it is ``unit``'s own.
+        """The ring's slot of ``unit``. Slots that have been copied are released first; of the others, all but the
+        newest are waited for, because the ring needs slots to fill, and the newest too where it is ``unit``'s own.
         """
         while self._under_way and (
             self._under_way[0][0].done or len(self._under_way) > 1 or self._under_way[0][1] == unit
@@ -248,10 +248,10 @@ class DevicePrefetcher(Prefetcher[PrefetchTicket | None, list[Tensor]]):
         self._carrier.use([buffer])
 
     def _raise_error(self, filling: PrefetchTicket | None) -> None:
-        """What fails on a device is told when it is asked for."""
+        """Does nothing: a device's errors are raised when a copy is used."""
 
     def _abandon(self, filling: PrefetchTicket | None, buffer: int) -> None:
-        """The copy goes on, and whatever is copied into the same buffer comes after it."""
+        """Does nothing: later copies into the same buffer wait for this one."""
 
     def _computed(self, buffer: int) -> None:
         self._carrier.computed([buffer])

@@ -1,7 +1,7 @@
-"""An open file of weights: two descriptors, and the mark by which a change under a running process is noticed.
+"""An open file of weights: two descriptors, and the size and time by which a later change is noticed.
 
-Long reads go past the page cache, but what lies there already is copied from it: a copy is several times quicker than
-a disk, and takes no place from others.
+Long reads bypass the page cache, but what is cached already is copied from there: a copy is several times faster than a
+disk, and evicts nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ _MINCORE: Final[Any] = getattr(ctypes.CDLL(None, use_errno=True), "mincore", Non
 
 
 class File:
-    """An open file of weights. ``direct`` is a second descriptor that goes past the page cache; -1 where the file
-    system has none.
-    """
+    """An open file of weights. ``direct``: a second descriptor, for direct I/O; -1 where the file system has none."""
 
     __slots__ = ("_mark", "_pages", "_view", "direct", "fd", "path")
 
@@ -57,17 +55,17 @@ class File:
 
     @property
     def is_packed(self) -> bool:
-        """Whether its bytes are made of others that lie there."""
+        """Whether the stored bytes are packed."""
         return False
 
     def pread(self, length: int, offset: int) -> bytes:
-        """So many bytes from there on, or fewer at the end. Raises OSError."""
+        """``length`` bytes from ``offset`` on, or fewer at the end of the file. Raises OSError."""
         return os.pread(self.fd, length, offset)
 
     def fill(self, into: memoryview, offset: int, *, whole_pages: bool) -> None:
-        """Fill ``into`` from ``offset`` on; of its last page what follows the file's end stays as it is.
+        """Fill ``into`` from ``offset`` on; bytes of its last page that lie beyond the file's end are left unchanged.
 
-        ``whole_pages``: offset, length and memory are, so that the page cache need not be filled. Raises OSError.
+        ``whole_pages``: offset, length and memory are page-aligned, so direct I/O can be used. Raises OSError.
         """
         direct_from = into.nbytes
         if whole_pages and self.direct >= 0:
@@ -85,10 +83,10 @@ class File:
                 direct_from = into.nbytes  # direct reads cannot go on from within a page; the file ends, most often
 
     def _cached_bytes(self, length: int, offset: int) -> int:
-        """How many of ``length`` bytes from there on the page cache has without a gap, in whole pages.
+        """How many of the ``length`` bytes from ``offset`` on are in the page cache without a gap, in whole pages.
 
-        mincore(2), because reads with RWF_NOWAIT begin to read ahead what they do not find. It tells nothing about
-        files that are neither this user's nor for him to write, but claims that everything was there.
+        Uses mincore(2), because reads with RWF_NOWAIT start readahead for what they do not find. For files that this
+        user neither owns nor may write, mincore reports every page as cached.
         """
         if self._pages is None:
             self._pages = self._mapped_to_ask()
@@ -103,14 +101,14 @@ class File:
         return (int(gaps[0]) if gaps.size else resident.size) * PAGE_BYTES
 
     def _mapped_to_ask(self) -> mmap.mmap | bytes:
-        """The file mapped, so that it can be asked what is cached; empty where nobody tells."""
+        """The file mapped for mincore; empty where mincore does not answer."""
         told = _MINCORE is not None and (_is_own(self.fd) or os.access(f"/proc/self/fd/{self.fd}", os.W_OK))
         with contextlib.suppress(OSError, ValueError):  # some file systems map nothing, and nothing maps an empty file
             return mmap.mmap(self.fd, 0, prot=mmap.PROT_READ) if told else b""
         return b""
 
     def check(self) -> None:
-        """Raises CheckpointError when the file is not what it was when it was opened."""
+        """Raises CheckpointError when the file has changed since it was opened."""
         if mark_of(self.fd) != self._mark:
             raise CheckpointError(
                 f"{self.path} was changed while a model is running from it, so its weights are no longer those that "
@@ -118,7 +116,7 @@ class File:
             )
 
     def settle(self) -> None:
-        """What was written until now belongs to the file."""
+        """Accept the file's present size and time as unchanged."""
         self._mark = mark_of(self.fd)
 
     def view(self) -> mmap.mmap:
@@ -144,6 +142,6 @@ def _is_own(fd: int) -> bool:
 
 
 def mark_of(fd: int) -> tuple[int, int]:
-    """Size and time of modification: they change whenever the file is written to, not when it gets another name."""
+    """Size and modification time: they change when the file is written to, not when it is renamed."""
     stat = os.fstat(fd)
     return stat.st_size, stat.st_mtime_ns

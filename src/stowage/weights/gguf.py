@@ -1,8 +1,8 @@
-"""GGUF files: what they say of a model, and where each of its tensors lies, checked to the last field.
+"""Parses GGUF files: the metadata of a model, and the location of each tensor, all checked.
 
-Owns the reading of a header, which somebody else wrote and which may be hostile or cut: no count is believed before the
-bytes for it were found, and every tensor lies inside of the file, by itself. Reads no tensor. Format:
-https://github.com/ggml-org/ggml, ``docs/gguf`` (versions 2 and 3, little-endian).
+A header may be hostile or truncated: no count is believed before the bytes for it are found, and every tensor must lie
+inside the file and overlap no other. Reads no tensor. Format: https://github.com/ggml-org/ggml, ``docs/gguf`` (versions
+2 and 3, little-endian).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["MAGIC", "TYPES", "GgufFile", "GgufTensor", "Type", "read", "splits_o
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _HEADER_BYTES_MAX: Final = 512 << 20
-"""Of keys, values and descriptions of tensors. The largest vocabularies take some 20 MiB."""
+"""Limit of metadata and tensor descriptions. The largest vocabularies take some 20 MiB."""
 _FIELDS_MAX, _TENSORS_MAX, _ITEMS_MAX, _NAME_BYTES_MAX, _DIMENSIONS_MAX = 1 << 16, 1 << 20, 1 << 22, 1 << 16, 4
 _ALIGNMENT_MAX: Final = 1 << 20
 _SPLIT: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -34,7 +34,7 @@ _SPLIT: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """How a tensor's numbers are kept: so many ``weights`` of a row in so many ``nbytes``."""
+    """A tensor type: blocks of ``weights`` consecutive weights of a row in ``nbytes`` bytes."""
 
     name: str
     weights: int
@@ -80,7 +80,7 @@ TYPES: Final[Mapping[int, Type]] = {
         41: ("Q1_0", 128, 18),
     }.items()
 }
-"""By their number in a file: ``ggml_type`` and ``ggml_type_size`` in https://github.com/ggml-org/ggml."""
+"""By ``ggml_type`` number; sizes as ``ggml_type_size`` in https://github.com/ggml-org/ggml."""
 _REPACKED: Final = {
     31: "Q4_0_4_4",
     32: "Q4_0_4_8",
@@ -89,15 +89,15 @@ _REPACKED: Final = {
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
 }
-"""Types for some processors, which were given up: programs order the bytes of the plain type themselves now."""
+"""Types repacked for some processors, which ggml has removed: programs now repack the plain type themselves."""
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """``nbytes`` of ``path`` from ``offset`` on. ``shape``: rows last, as elsewhere in Python (a file says it the other
-    way round).
+    """``nbytes`` of ``path`` from ``offset`` on. ``shape``: contiguous dimension last, as in torch (a GGUF file lists
+    the dimensions in reverse).
     """
 
     name: str
@@ -114,7 +114,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """One model. ``fields``: what the first file says, by key. ``tensors``: of all files, by name."""
+    """One model. ``fields``: the metadata of the first file, by key. ``tensors``: of all files, by name."""
 
     paths: tuple[Path, ...]
     fields: Mapping[str, Any]
@@ -126,8 +126,8 @@ class GgufFile:
 
 
 def splits_of(path: Path) -> list[Path]:
-    """All files of the model that ``path`` is a file of, in order: itself, or those of a name that says how many there
-    are. Raises CheckpointError when one is missing.
+    """All files of the model of ``path``, in order: itself, or the splits that its name counts. Raises CheckpointError
+    when one is missing.
     """
     match = _SPLIT.fullmatch(path.name)
     if match is None:
@@ -143,9 +143,7 @@ def splits_of(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> GgufFile:
-    """The model that ``path`` is a file of. Raises CheckpointError for what is no whole GGUF file, or names a type of
-    tensor that nobody knows.
-    """
+    """The model of ``path``. Raises CheckpointError for a damaged file, or an unknown tensor type."""
     paths = splits_of(path)
     parts = [_read(one) for one in paths]
     fields, tensors = parts[0][0], dict[str, GgufTensor]()
@@ -179,8 +177,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
 
 
 class _Reader:
-    """One file's header, from its first byte on. Raises ValueError, with why it is none, and CheckpointError for a kind
-    that is not read.
+    """Parses one file's header. Raises ValueError, with the reason, for a damaged one, and CheckpointError for a type
+    that is not supported.
     """
 
     def __init__(self, view: memoryview, path: Path) -> None:
@@ -285,7 +283,7 @@ class _Reader:
 
 
 def _plain(value: np.float32) -> float:
-    """The shortest decimal that is this float32: who wrote 1e-5 into a config wrote it, and not 9.99999975e-06."""
+    """The shortest decimal of this float32: 1e-5, as a config has it, and not 9.99999975e-06."""
     return float(str(value))
 
 

@@ -1,1 +1,1 @@
-"""Mixture-of-experts weights: those that a router chooses, in a bounded cache."""
+"""Mixture-of-experts weights: a bounded cache of the experts that routers choose."""

@@ -1,10 +1,9 @@
-"""The experts of all layers in a cache: read when a router chooses them, and offloaded when others need their memory.
+"""A cache in host memory for the experts of all layers: read when a router chooses them, evicted for others.
 
-Owns the frames in which experts lie, and which expert lies in which. A layer's stacked parameters are tensors of their
-full size over spans of addresses; an expert that is there shows its frame at its address, and one that is offloaded
-reads as NaN. So a module computes as if all were there, with the same kernels at the same addresses modulo 64, and what
-it computes with an expert that was not chosen would be seen. Memory is never more than the frames, and the pages that
-two neighbours share, which stay.
+Owns the frames that hold experts. A layer's stacked parameters are tensors of full size over reserved addresses; a
+cached expert's frame is mapped at the expert's address, and an offloaded expert reads as NaN. So a module computes as
+if all experts were in memory, with the same kernels at the same addresses modulo 64, and using an expert that was not
+chosen would show. Memory is never more than the frames, and the pages that two neighbours share, which stay resident.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ __all__ = ["ExpertCache", "Stacks", "chosen"]
 
 
 def chosen(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Which experts each token of a forward has, of its arguments: whole numbers, (tokens, experts per token).
-
-    Raises UnsupportedModelError when that is not one of them.
+    """The router's choices among a forward's arguments: integers, (tokens, experts per token). Raises
+    UnsupportedModelError when there are none.
     """
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
     found = [t for t in tensors if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)]
@@ -43,8 +41,9 @@ def chosen(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 class _Stack:
-    """One parameter, (experts, ...), over a span. Its whole pages come and go, expert by expert. Experts that take no
-    whole pages begin at a page each, with a gap before the next (``grouping`` sees that their module bears it).
+    """One parameter, (experts, ...), over reserved addresses. Its whole pages are mapped and unmapped expert by expert.
+    Experts that are no multiple of a page begin at a page each, with a gap before the next (``grouping`` checks that
+    their module supports this).
     """
 
     def __init__(self, parameter: nn.Parameter, location: ParameterLocation, experts: int) -> None:
@@ -65,21 +64,21 @@ class _Stack:
 
     @property
     def edge_bytes(self) -> int:
-        """Of the pages between experts, which stay."""
+        """Bytes of the pages that two experts share, which stay resident."""
         return PAGE_BYTES * (self._experts + 1) * self.shared
 
     def address(self, expert: int) -> int:
-        """Where in the span its whole pages begin."""
+        """The offset in the span at which the expert's whole pages begin."""
         return self._begin + expert * self._stride + self._first
 
     def reads(self, expert: int) -> list[Read]:
-        """What fills them."""
+        """The reads that fill an expert's whole pages."""
         address = self.address(expert)
         into = memoryview(self.span.memory)[address : address + min(self.whole_bytes, self._expert_bytes)]
         return self._location.reads(expert * self._expert_bytes + self._first, into)
 
     def edges(self) -> list[Read]:
-        """What fills the pages between them."""
+        """The reads that fill the shared pages."""
         found = []
         for expert in range((self._experts + 1) * self.shared):
             page = expert * self._expert_bytes
@@ -90,7 +89,7 @@ class _Stack:
 
 @dataclass(slots=True)
 class Stacks:
-    """The ``experts`` of one layer: parameters, and where each of them lies while it is offloaded."""
+    """The ``experts`` of one layer: stacked parameters, and the location of each while it is offloaded."""
 
     experts: int
     parameters: Sequence[nn.Parameter]
@@ -98,8 +97,7 @@ class Stacks:
 
 
 class ExpertCache(ExpertTable):
-    """For ``layers``, in the order in which they are computed, in ``cache_bytes``: at least all experts of one layer.
-
+    """For ``layers``, in the order in which they are computed. ``cache_bytes`` must hold all experts of one layer.
     ``timeout_s``: the longest wait for a read.
     """
 

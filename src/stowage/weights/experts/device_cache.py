@@ -1,12 +1,13 @@
-"""The experts of all layers in a cache on a device: copied over when a router chooses them.
+"""A cache on a device for the experts of all layers: copied there when a router chooses them.
 
-Owns the cache, of which a layer's stacked parameters show all frames, and the staging for experts that lie on disk. An
-expert has the number of its frame while its layer computes: choices are written anew, and what a module has for each
-expert besides is put in the same order. Transformers' grouped and batched kernels add up a token's experts in the order
-in which they were chosen, whatever their numbers, so answers stay; other modules are refused (``renumbers``).
+Owns the cache's frames, which are a layer's stacked parameters while it computes, and the staging buffers for experts
+on disk. While its layer computes, an expert is numbered by its frame: the router's choices are renumbered, and other
+per-expert tensors of the module are put in the same order. Transformers' grouped and batched kernels add up a token's
+experts in the order of its choices, whatever their numbers, so answers do not change; other modules are refused
+(``renumbers``).
 
-Reading the choices waits for the device once in each layer of experts. The copies are on the carrier's stream: after
-what was computed from a frame, and before what will be.
+Reading the choices synchronizes with the device once per layer of experts. Copies are on the carrier's stream: after
+the work that reads a frame, and before the work that will.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ __all__ = ["DeviceExperts", "Seated"]
 
 _ALIGNED_BYTES = 64
 _LIKELY: Final = 0.5
-"""An expert is brought before it is chosen when more recent tokens than this share chose it: of two such copies at
-least one is needed, and none of them leaves out what is expected back sooner."""
+"""An expert is copied before it is chosen when more than this share of recent tokens chose it: at least one of two
+such copies is needed. It evicts no expert that is expected back sooner."""
 
 
 class Seated:
@@ -60,7 +61,7 @@ class Seated:
         self.take_back()
 
     def show(self, frames: Sequence[Tensor], expert_in: Tensor) -> None:
-        """The module computes from all ``frames``, of which each holds the expert that ``expert_in`` names."""
+        """Point the module's parameters at all ``frames``; frame i holds the expert ``expert_in[i]``."""
         self.module.num_experts = len(expert_in)
         for parameter, frame in zip(self.parameters, frames, strict=True):
             restore(parameter, frame)
@@ -81,7 +82,7 @@ class Seated:
 
 @dataclass(slots=True)
 class _Stage:
-    """Memory for one expert on its way from disk; the reads that fill it, and the copies that are reading it."""
+    """A staging buffer for one expert from disk, with the reads that fill it and the copies from it."""
 
     memory: memoryview
     filling: Ticket | None = None
@@ -89,8 +90,7 @@ class _Stage:
 
 
 class DeviceExperts(ExpertTable):
-    """For ``layers``, in the order in which they are computed, in ``cache_bytes``: at least all experts of one layer.
-
+    """For ``layers``, in the order in which they are computed. ``cache_bytes`` must hold all experts of one layer.
     ``first``: the carrier's number of the first frame. ``timeout_s``: the longest wait for a read.
     """
 
@@ -130,10 +130,10 @@ class DeviceExperts(ExpertTable):
         return sum(frames.numel() * frames.element_size() for frames in self._there)
 
     def bring(self, layer: int, choices: Tensor) -> Tensor:
-        """The experts in ``choices`` (tokens, experts per token) of ``layer`` are on the device until `give_back`, and
-        its module shows them; the same choices by their numbers there.
+        """Copy the experts in ``choices`` (tokens, experts per token) of ``layer`` to the device, where they stay until
+        `give_back`, and point the module at them. Returns the choices as frame numbers.
 
-        Raises StorageError (TransferError) when they could not be brought, ModelError when two threads compute at once.
+        Raises StorageError (TransferError) when a read or copy fails, ModelError when two threads compute at once.
         """
         here = choices.detach().cpu()
         self.take(layer, here)
@@ -151,7 +151,7 @@ class DeviceExperts(ExpertTable):
         return torch.from_numpy(numbers).to(choices.dtype).to(choices.device)
 
     def give_back(self, layer: int) -> None:
-        """Nobody computes with experts of ``layer`` any more. May be called twice."""
+        """All work with experts of ``layer`` has been issued. May be called twice."""
         if self._holder != (layer, threading.get_ident()):
             return
         if self._used:
@@ -161,7 +161,7 @@ class DeviceExperts(ExpertTable):
         self.layers[layer].take_back()
 
     def settle(self) -> None:
-        """Wait until nothing is copied or read any more, whatever became of it."""
+        """Wait until all copies and reads have ended, failed or not."""
         with contextlib.suppress(TransferError):
             if self._last is not None:
                 self._last.wait()
@@ -176,7 +176,7 @@ class DeviceExperts(ExpertTable):
         self._stages.clear()
 
     def reset(self) -> None:
-        """See ``ExpertTable.reset``. The device has done all that it was asked for."""
+        """See ``ExpertTable.reset``. The device is idle."""
         for layer in self.layers:
             layer.take_back()
         self._used, self._last = [], None
@@ -185,7 +185,7 @@ class DeviceExperts(ExpertTable):
         super().reset()
 
     def forked(self) -> None:
-        """Never asked for: a child cannot use its parent's device (``deliveries.settle`` refuses before)."""
+        """Never called: a child process cannot use its parent's device (``deliveries.settle`` refuses before)."""
         raise AssertionError("a device belongs to one process")
 
     def check(self) -> None:
@@ -194,7 +194,7 @@ class DeviceExperts(ExpertTable):
         assert all(layer.module.num_experts == layer.experts for layer in self.layers)
 
     def _fill(self, layer: int, missing: Sequence[int], frames: Sequence[int]) -> None:
-        """Begin to copy ``missing`` of ``layer`` into ``frames``, which are free, and are theirs from here on."""
+        """Begin to copy the experts ``missing`` of ``layer`` into the free ``frames``."""
         if not missing:
             return
         brought = self.layers[layer]
@@ -217,7 +217,7 @@ class DeviceExperts(ExpertTable):
         return [(there[f], here[e]) for e, f in zip(experts, frames, strict=True) for there, here in stacks]
 
     def _from_disk(self, brought: Seated, experts: Sequence[int], frames: Sequence[int]) -> None:
-        """Through the staging: some are read while the one before them crosses over."""
+        """Copy experts through the staging buffers: the next ones are read while one is copied to the device."""
         reading: deque[tuple[_Stage, int]] = deque()
         for turn, (expert, frame) in enumerate(zip(experts, frames, strict=True)):
             if len(reading) == len(self._stages):
@@ -235,7 +235,7 @@ class DeviceExperts(ExpertTable):
             self._send(brought, *reading.popleft())
 
     def _parts(self, brought: Seated, stage: _Stage) -> list[memoryview]:
-        """Where each parameter of an expert lies in ``stage``."""
+        """The memory of each parameter of an expert in ``stage``."""
         parts, begin = [], 0
         for location in brought.locations:
             parts.append(stage.memory[begin : begin + location.nbytes // brought.experts])
@@ -243,7 +243,7 @@ class DeviceExperts(ExpertTable):
         return parts
 
     def _send(self, brought: Seated, stage: _Stage, frame: int) -> None:
-        """Copy the expert in ``stage`` into ``frame`` when it was read."""
+        """Wait until the expert in ``stage`` is read, and copy it into ``frame``."""
         assert stage.filling is not None
         self._finish(stage.filling)
         stage.filling = None
@@ -254,7 +254,7 @@ class DeviceExperts(ExpertTable):
         stage.leaving = self._copy([frame], list(zip([there[frame] for there in self._there], here, strict=True)))
 
     def _vacate(self, stage: _Stage) -> None:
-        """Nobody reads or writes ``stage`` any more."""
+        """Wait until nothing reads or writes ``stage``."""
         if stage.filling is not None:  # of a forward that failed
             self._stall.wait(stage.filling)
             stage.filling = None
@@ -293,11 +293,11 @@ class DeviceExperts(ExpertTable):
                 return  # it is tried again when it is chosen
 
     def _hide(self, layer: int, expert: int) -> None:
-        """Nothing shows it."""
+        """Does nothing: no parameter points at an evicted expert."""
 
 
 def stage_bytes(locations: Sequence[ParameterLocation], experts: int) -> int:
-    """Of one expert on its way from disk."""
+    """Size of a staging buffer for one expert."""
     each = [-(-location.nbytes // experts // _ALIGNED_BYTES) * _ALIGNED_BYTES for location in locations]
     return -(-sum(each) // mmap.PAGESIZE) * mmap.PAGESIZE
 

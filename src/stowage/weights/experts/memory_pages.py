@@ -1,8 +1,8 @@
-"""Memory of a fixed size that is shown at changing addresses of tensors that are larger than it.
+"""Frames of memory that are mapped at changing addresses, for tensors that are larger than the memory.
 
-Owns a file in memory, cut into frames, and the mapping of frames into spans of addresses: an address of a span shows a
-frame, or it is offloaded. What is offloaded reads as NaN, whatever the type (all bits are set), and cannot be written
-to. Only the frames take memory, so their number is a hard limit; showing one elsewhere copies nothing.
+Owns a file in memory, divided into frames, and the mapping of frames into spans of reserved addresses. What is not
+mapped to a frame reads as NaN in every float type (all bits are set), and cannot be written to. Only the frames take
+memory, so their number is a hard limit; mapping a frame elsewhere copies nothing.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["Frames", "Span", "mappings_most", "supported"]
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 _MAPPINGS_SHARE: Final = 0.8
-"""Of the mappings that a process may have; the rest is for everything else."""
+"""Share of the mappings that a process may have; the rest is left to other uses."""
 
 
 def supported() -> bool:
-    """Whether this system has what frames are made of."""
+    """Whether this system supports the needed calls."""
     return hasattr(os, "memfd_create")
 
 
 def mappings_most() -> int:
-    """How many mappings the system allows a process, about."""
+    """About how many mappings a process may have."""
     try:
         with open("/proc/sys/vm/max_map_count", encoding="ascii") as limit:
             return int(int(limit.read()) * _MAPPINGS_SHARE)
@@ -40,7 +40,7 @@ def mappings_most() -> int:
 
 
 class Span:
-    """``nbytes`` of addresses that take no memory until they show something. They live as long as ``memory`` does."""
+    """``nbytes`` of reserved addresses, which take no memory themselves. They live as long as ``memory`` does."""
 
     def __init__(self, nbytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -71,7 +71,7 @@ class Frames:
         return os.fstat(self._frames).st_blocks * 512
 
     def show(self, span: Span, offset: int, length: int, frame: int, within: int) -> None:
-        """From ``offset`` on, ``span`` shows ``length`` bytes of ``frame``, from ``within`` on. Raises StorageError."""
+        """Map ``length`` bytes of ``frame``, from ``within`` on, at ``offset`` of ``span``. Raises StorageError."""
         assert 0 <= frame < self.count
         assert within + length <= self.frame_bytes
         self._map(
@@ -79,12 +79,12 @@ class Frames:
         )
 
     def hide(self, span: Span, offset: int, length: int) -> None:
-        """From ``offset`` on, ``length`` bytes of ``span`` are offloaded. Raises StorageError."""
+        """Unmap ``length`` bytes of ``span`` from ``offset`` on: they read as NaN. Raises StorageError."""
         assert length <= self.frame_bytes
         self._map(span, offset, length, mmap.PROT_READ, self._offloaded, 0)
 
     def close(self) -> None:
-        """What spans show stays until they end. May be called twice."""
+        """Close the file; mapped frames stay until their spans end. May be called twice."""
         for fd in (self._frames, self._offloaded):
             if fd >= 0:
                 os.close(fd)

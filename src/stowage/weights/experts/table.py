@@ -1,8 +1,7 @@
-"""Which expert lies in which frame: one table for caches of experts in host memory and on a device.
+"""The table of an expert cache: which expert is in which frame. Shared by the caches in host memory and on a device.
 
-Owns what is in each frame, what is being filled, and which frames a layer computes from; it brings the experts that a
-router chose and evicts those expected back last. What a frame is, and how one is filled, is the subclass's
-(`cache`, `device_cache`).
+Owns the state of each frame (free, being filled, full, in use); loads the experts that a router chose and evicts those
+expected back last. Subclasses define what a frame is and how it is filled (`cache`, `device_cache`).
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ __all__ = ["ExpertTable"]
 
 
 class ExpertTable(ABC):
-    """For layers with so many ``experts``, in the order in which they are computed: nothing is in any of ``frames``.
-
+    """``experts``: of each layer, in the order in which they are computed. All ``frames`` are empty at first.
     ``timeout_s``: the longest wait for a read.
     """
 
@@ -40,7 +38,7 @@ class ExpertTable(ABC):
         self._pinned = np.zeros(frames, bool)
         self._holder: tuple[int, int] | None = None
         self._changing = False
-        """Whether the tables may be half written: an interrupt leaves it so."""
+        """Whether the tables are being changed; still set after an interrupt in between."""
         self._uses = Uses(len(experts), max(experts))
         self.hits = self.misses = self.read_bytes = 0
 
@@ -59,17 +57,17 @@ class ExpertTable(ABC):
 
     @abstractmethod
     def forked(self) -> None:
-        """This is another process than the one that made it: nothing is in any frame."""
+        """Called in a forked process: all frames are empty there."""
 
     @abstractmethod
     def _fill(self, layer: int, missing: Sequence[int], frames: Sequence[int]) -> None:
-        """Begin to fill ``frames``, which are free, with the experts ``missing`` of ``layer``, and seat each there.
-        Those of a frame that could not be begun are offloaded afterwards, and what went wrong is raised.
+        """Begin to fill the free ``frames`` with the experts ``missing`` of ``layer``, and `_seat` each there. An
+        expert whose filling could not begin stays offloaded, and the error is raised.
         """
 
     @abstractmethod
     def _hide(self, layer: int, expert: int) -> None:
-        """No parameter shows that expert any more."""
+        """Make sure that no parameter points at that expert."""
 
     @property
     def stall_s(self) -> float:
@@ -77,8 +75,8 @@ class ExpertTable(ABC):
         return self._stall.seconds
 
     def take(self, layer: int, choices: Tensor, waits: bool = True) -> None:
-        """The experts in ``choices`` (tokens, experts per token) of ``layer`` are there until `give_back`. Waits for
-        them, or leaves that to `arriving`.
+        """Load the experts in ``choices`` (tokens, experts per token) of ``layer``; they stay until `give_back`. Waits
+        for them, or leaves that to `arriving`.
 
         Raises StorageError when they could not be read, ModelError when two threads compute at once.
         """
@@ -100,8 +98,8 @@ class ExpertTable(ABC):
         self._changing = False
 
     def arriving(self, layer: int, experts: Iterable[int]) -> Iterator[int]:
-        """``experts`` of ``layer`` that were taken without waiting: those that are there, then each when it has come.
-        Raises StorageError when one could not be read.
+        """Yields ``experts`` of ``layer`` that were taken without waiting: those that are ready first, then each when
+        it is. Raises StorageError when one could not be read.
         """
         on_their_way = [(self._frame[layer, expert] in self._filling, expert) for expert in experts]
         for _, expert in sorted(on_their_way):
@@ -117,8 +115,8 @@ class ExpertTable(ABC):
             self._pinned[:] = False
 
     def reset(self) -> None:
-        """Begin anew, whatever a forward left behind that did not end. Nobody reads into a frame any more, and nobody
-        computes from one. The experts stay, unless the forward ended while they came or went.
+        """Clean up after a forward that failed. No reads into frames are in flight, and nothing computes from one. The
+        cached experts stay, unless the forward failed while the tables were being changed.
         """
         if not self._changing:
             self._settle(given_up=True)
@@ -140,13 +138,17 @@ class ExpertTable(ABC):
         assert self._filling.keys() <= set(there.tolist())
 
     def _counts(self, layer: int, choices: Tensor) -> NDArray[np.int64]:
-        """How often each expert of ``layer`` was chosen. From there on some models number choices that are none."""
+        """How often each expert of ``layer`` was chosen, (experts). Larger numbers, with which some models mark
+        choices of no expert, are ignored.
+        """
         ids = choices.detach().reshape(-1).numpy().astype(np.int64)
         real = ids[(ids >= 0) & (ids < self._experts[layer])]
         return np.bincount(real, minlength=self._frame.shape[1])
 
     def _settle(self, given_up: bool = False) -> None:
-        """What was read for a forward that failed is there, or away again. ``given_up``: nobody reads any more."""
+        """Update the frames that were being filled for a failed forward: full where their reads have ended well, free
+        where one failed. ``given_up``: all reads were cancelled, so the others are free too.
+        """
         for frame, ticket in list(self._filling.items()):
             if ticket.error is not None if ticket.done else given_up:
                 self._evict(frame)
@@ -162,13 +164,13 @@ class ExpertTable(ABC):
         self._holder = layer, threading.get_ident()
 
     def _room(self, layer: int, count: int) -> list[int]:
-        """``count`` frames that are free now: of those that nobody computes with, the ones expected back last left."""
+        """``count`` free frames. Evicts unused experts, those expected back last first."""
         while len(self._free) < count:
             offloaded = [frame for frame, ticket in self._filling.items() if not ticket.done]
             leaving = ~self._pinned & (self._layer_in >= 0)
             leaving[offloaded] = False
             frames = np.flatnonzero(leaving)
-            if not len(frames):  # the rest is on its way for somebody who failed meanwhile
+            if not len(frames):  # the rest is being filled for a forward that failed
                 self._await(offloaded[0])
                 continue
             distances = self._uses.distances(self._layer_in[frames], self._expert_in[frames], layer)
@@ -177,13 +179,13 @@ class ExpertTable(ABC):
         return [self._free[-1 - at] for at in range(count)]
 
     def _seat(self, layer: int, expert: int, frame: int) -> None:
-        """``frame``, which is free, is that expert's."""
+        """Record that the free ``frame`` belongs to that expert."""
         self._free.remove(frame)
         self._frame[layer, expert] = frame
         self._layer_in[frame], self._expert_in[frame] = layer, expert
 
     def _await(self, frame: int) -> None:
-        """Until ``frame`` is full. Raises StorageError when it will not be: its expert is away again."""
+        """Wait until ``frame`` is full. Raises StorageError when that fails; its expert is offloaded then."""
         ticket = self._filling.get(frame)
         if ticket is None:
             return
