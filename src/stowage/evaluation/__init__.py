@@ -1,1 +1,1 @@
-"""Runs with and without offloading, compared: parity, scored tasks, and the proof of a packed checkpoint."""
+"""Compares runs with and without offloading (parity, scored tasks), and packs checkpoints and checks their quality."""

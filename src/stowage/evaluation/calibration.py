@@ -1,10 +1,10 @@
-"""Packs a model's linear layers and experts while it reads text: each is fitted to what it reads, once.
+"""Quantizes a model's linear layers and experts with calibration text: each matrix is fitted to its inputs.
 
-The text is read backwards first, which tells at which tokens an error counts. In some layers one token in hundreds
-counts as much as all others: that which attention falls back on.
+Backward passes over some of the text come first; their gradients weight the tokens by how much an error matters there.
+In some layers one token in hundreds matters as much as all others: the attention sink.
 
-Owns a file without a name for the packed bytes, since they may be more than memory has, until they are asked for. The
-model computes with its own weights meanwhile, which lie within the budgets that are given.
+Owns an unnamed temporary file for the packed bytes, which may exceed memory. The model runs with its original weights
+meanwhile, within the given budgets.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Fitted:
-    """Packed matrices. ``forms``: of every matrix, by its path, whether it was fitted or not."""
+    """Packed matrices. ``forms``: the form of every matrix, by path, whether it was fitted or not."""
 
     def __init__(self, directory: Path) -> None:
         self.forms: dict[str, str] = {}
@@ -56,7 +56,9 @@ class Fitted:
         self._file.write(memory_of(packed))
 
     def packed(self, target: Target, values: Tensor, otherwise: str) -> tuple[Form, Tensor]:
-        """``target`` in its form, or as ``otherwise`` says: fitted to what it reads, or to its ``values`` alone."""
+        """The form and the bytes of ``target``: fitted to its inputs where it was calibrated, else packed as
+        ``otherwise`` from its ``values`` alone.
+        """
         form = target.form(self.forms.get(target.path, otherwise))
         span = self._spans.get(target.path)
         if span is None:
@@ -107,7 +109,7 @@ def fit(
 
 
 def _load(model: str, memory: Memory) -> Any:
-    """Its layers come and go whole where budgets do not hold it: a cache of experts is not read backwards."""
+    """Load the model, with whole layers streamed where budgets do not hold it: expert caches have no backward pass."""
     if not memory.places_weights:
         return loading.load(model)
     loaded = loading.load(model, budget=partial(weights_budget, memory, None))
@@ -136,7 +138,7 @@ def _windows(loaded: Any, model: str, text: str) -> Tensor:
 
 
 class _Calibration:
-    """What ``model`` tells of its layers when it reads ``windows`` [windows, tokens]."""
+    """Runs ``model`` on ``windows`` [windows, tokens], and collects the inputs of its layers."""
 
     def __init__(self, model: Any, windows: Tensor, found: Sequence[Target], progress: Progress) -> None:
         self._model, self._windows, self._progress = model, windows, progress
@@ -147,7 +149,7 @@ class _Calibration:
         self._experts = [target for target in found if target.experts]
 
     def divergences(self) -> dict[str, dict[str, float]]:
-        """By path and form, of each layer, in nats for each token."""
+        """The expected divergence of each layer in each form, by path and form, in nats per token."""
         found = {}
 
         def tell(target: Target, weight: Tensor, inputs: Iterator[Inputs | None]) -> None:
@@ -158,7 +160,7 @@ class _Calibration:
         return found
 
     def fit(self, fitted: Fitted) -> None:
-        """Pack what ``fitted`` has in fewer than 8 bits."""
+        """Pack the matrices whose form in ``fitted`` has fewer than 8 bits."""
 
         def pack(target: Target, weight: Tensor, inputs: Iterator[Inputs | None]) -> None:
             fitted.put(target.path, target.pack(weight, target.form(fitted.forms[target.path]), inputs))
@@ -170,8 +172,8 @@ class _Calibration:
     def _read(
         self, layers: Sequence[Target], use: Callable[[Target, Tensor, Iterator[Inputs | None]], None], what: str
     ) -> None:
-        """``use`` is called with each of ``layers``, its weight, and what it reads, when the model calls it first; with
-        stacked experts, and what each of them reads.
+        """Calls ``use`` with each of ``layers``, its weight, and its inputs, when the model first calls the layer; for
+        stacked experts, with the inputs of each expert.
         """
         waiting = {target.path for target in layers}
 
@@ -199,7 +201,7 @@ class _Calibration:
 
 
 def _of_experts(target: Target, given: Sequence[Tensor]) -> Iterator[Inputs | None]:
-    """Of each expert, what the tokens that chose it bring; an error counts by the square of the token's share."""
+    """The inputs of each expert: the tokens that chose it, weighted by the square of their routing weights."""
     if len(given) < 3 or given[1].shape != given[2].shape:
         return  # another kind: its experts are fitted to their values alone
     hidden, chosen, shares = given[:3]

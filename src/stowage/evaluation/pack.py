@@ -1,8 +1,8 @@
-"""``stowage pack``: a checkpoint with its weights in fewer bits, written once, and what that costs in perplexity.
+"""``stowage pack``: writes a checkpoint with quantized or losslessly packed weights, and measures its perplexity.
 
-Owns the directory: it appears under its name when it is whole, was loaded and computed with, and was found to be good
-enough; until then it is called ``NAME.part``, and its config.json, without which nothing loads it, is written last. A
-part that a killed process left is removed by the next one that packs there.
+Owns the directory: it gets its name when it is complete, was loaded and run, and is good enough. Until then it is
+called ``NAME.part``, and its config.json, without which it cannot be loaded, is written last. A part that a killed
+process left is removed by the next one that packs there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _WINDOW_TOKENS = 512
 _GROWTH_MOST = 1.05
 _LOCK = ".packing"
 MIXED = "mixed"
-"""Each matrix in 4 bits with many or few scales, in 5, or in 8: what loses most gets most."""
+"""Each matrix in 4 bits with many or few scales, in 5 or in 8 bits: the most sensitive get the most."""
 WEIGHTS = ("int8", "int4", "q4_k", "mxfp4", MIXED)
 
 Progress = Callable[[str, int, int], None]
@@ -62,8 +62,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What became of a checkpoint. ``tensors``: packed ones by form; ``bits``: of each of the ``packed_weights``, those
-    of layers and experts, scales counted; ``kept``: tensors that are as they were.
+    """The result of packing. ``tensors``: number of packed tensors by form; ``bits``: per weight of the
+    ``packed_weights`` of layers and experts, with scales; ``kept``: number of unchanged tensors.
     """
 
     directory: str
@@ -82,7 +82,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Per token, of ``tokens`` scored tokens of ``text``, with the weights as they were and packed."""
+    """Perplexity per token over ``tokens`` scored tokens of ``text``, with the original and the packed weights."""
 
     text: str
     tokens: int
@@ -94,7 +94,7 @@ class Perplexity:
 
 
 def form_name(weights: str, group: int) -> str:
-    """What matrices that nothing was measured of are packed as."""
+    """The form of matrices that were not calibrated."""
     return {"int4": f"int4_{group}", "mxfp4": "mxfp4_block", MIXED: "int4_64"}.get(weights, weights)
 
 
@@ -169,7 +169,7 @@ def pack(
 
 
 def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what, _done, _all: None) -> Packed:
-    """Write ``model`` to ``directory``, which is new, in fewer bytes of the very same weights.
+    """Write ``model`` to ``directory``, which is new, losslessly packed.
 
     Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError.
     """
@@ -251,7 +251,7 @@ def _write_config(source: Path, path: Path, form: str) -> None:
 
 @contextlib.contextmanager
 def _part(directory: Path) -> Iterator[Path]:
-    """``directory.part``, new and ours alone, gone at the end unless it was renamed."""
+    """Context: ``directory.part``, new and locked, removed at the end unless it was renamed."""
     part = directory.with_name(directory.name + ".part")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -280,7 +280,7 @@ def _part(directory: Path) -> Iterator[Path]:
 
 
 def _clear(part: Path) -> None:
-    """Remove what a killed process left there."""
+    """Remove the files that a killed process left there."""
     try:
         for left in part.iterdir():
             if left.name != _LOCK:
@@ -313,7 +313,7 @@ def _give_name(part: Path, directory: Path) -> None:
 
 
 def _prove(part: Path) -> None:
-    """Load what was written, none of it in memory, and compute a token with it."""
+    """Load the new checkpoint with all weights streamed, and compute a token with it."""
     from stowage.weights.loading import Budget
     from stowage.weights.placement import parse_rules
 
@@ -381,7 +381,9 @@ def perplexity(
 def score(
     engine: Engine, ids: Sequence[int], progress: Callable[[int, int], None] = lambda _done, _all: None
 ) -> tuple[float, int]:
-    """Negative log-likelihood of ``ids``, in nats, and of how many: in windows of 512, each from its second on."""
+    """Negative log-likelihood of ``ids``, in nats, and the number of scored tokens: in windows of 512 tokens, each
+    scored from its second token on.
+    """
     length = min(_WINDOW_TOKENS, engine.parts.layout.context_tokens - 1)
     windows = [w for at in range(0, len(ids), length) if len(w := ids[at : at + length]) > 1]
     total, scored = 0.0, 0

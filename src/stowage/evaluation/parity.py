@@ -1,11 +1,11 @@
-"""Does offloading change an answer? Runs the same prompts with every tier off and on, and compares.
+"""Parity: runs the same prompts with every tier off and on, and compares the answers.
 
-Owns which prompts are asked and what counts as parity. It cannot pass by not reusing: a prompt that is long enough to
-be reused must come, in part, from the tier whose turn it is. Tiers are emptied between the runs (device, then host,
-then all of the process's memory, by opening the engine anew with one of the lower tiers), so each answer is known to
-rest on one tier. With every tier off all weights are in memory, so a budget for them is compared as well.
+Owns the prompts and the criteria of parity. A run that reuses nothing cannot pass: a prompt that is long enough must be
+served, in part, by the tier under test. Tiers are emptied between the runs (device, then host, then all of the
+process's memory, by reopening the engine with one of the lower tiers), so each answer depends on one known tier. With
+every tier off all weights are in memory, so a weight budget is compared as well.
 
-The prompts are random tokens, different for each seed, so a directory that holds earlier runs does not disturb.
+The prompts are random tokens, different for each seed, so earlier runs in the same directory do not matter.
 """
 
 from __future__ import annotations
@@ -199,11 +199,11 @@ class _Comparison:
         return [(s.prompt.tokens, self._expected[s.prompt.tokens]) for s in scenarios]
 
     def allow(self, difference: float) -> None:
-        """Of an engine whose answers are not exact, log-probabilities may differ by so much."""
+        """Allow log-probabilities to differ by ``difference``, for an engine whose answers are not exact."""
         self._tolerance = 0.0 if self._exact_only else difference
 
     def cold(self, engine: Engine, scenarios: Iterable[Scenario]) -> None:
-        """With every tier off: what all later answers are compared with."""
+        """With every tier off: the reference for all later answers."""
         for scenario in scenarios:
             for prompt in (scenario.prompt, *scenario.middles.values()):
                 engine.drop_device_cache()
@@ -220,7 +220,7 @@ class _Comparison:
                 self._compare(prompt, self._ask(engine, prompt), tier, feature)
 
     def together(self, engine: Engine, scenarios: Sequence[Scenario], tier: str) -> None:
-        """All at once, served by ``tier``: whoever computes beside them changes no answer."""
+        """All at once, served by ``tier``: batching must not change an answer."""
         self._progress("all at once")
         runs.leave_only(engine, tier)
         engine.forget_costs()

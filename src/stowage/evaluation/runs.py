@@ -1,6 +1,6 @@
-"""What comparing runs with and without offloading takes: engines with some tiers, emptied as asked; when answers agree.
+"""Helpers to compare runs with and without offloading: engines with selected tiers, and when two answers agree.
 
-Owns what is off in a run without offloading, and the bounds within which two runs agree.
+Owns the settings of a run without offloading, and the bounds within which two runs agree.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def temporary_directory() -> Iterator[Path]:
 
 
 def _own_directory() -> tuple[Path, int]:
-    """A new one, and what holds its lock. Until that is held, another run may take it for one that was left behind."""
+    """A new directory and the descriptor of its lock. A directory that is not locked counts as left behind."""
     while True:
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
         try:
@@ -126,7 +126,7 @@ def flush(engine: Engine) -> None:
 
 
 def leave_only(engine: Engine, tier: str) -> None:
-    """Leave what an answer needs in ``tier`` and below only."""
+    """Empty the tiers above ``tier``, so that cached chunks are in ``tier`` and below only."""
     if tier not in ("device", "host"):
         flush(engine)
         engine.drop_host()

@@ -1,9 +1,9 @@
-"""Is what an engine runs the model that Transformers runs? By how far Transformers is from itself.
+"""Checks that the engine computes the same model as Transformers, up to a measured rounding error.
 
-Rounding differs wherever sums are ordered otherwise, and how much that is worth depends on the model: on its depth, on
-its type, on how sharp its answers are. So the bound is measured, with that very model and those very prompts: plain
-Transformers computes each prompt and its answer in one go, and again from a cache, the end token by token. An engine
-may be a few times as far from the first as the second is.
+Rounding differs wherever sums have another order, and its effect depends on the model: its depth, dtype, and how peaked
+its answers are. So the bound is measured with the same model and prompts: plain Transformers computes each prompt and
+its answer in one forward, and again from a cache, the end token by token. The engine's difference from the first may be
+a few times that of the second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMES = 4.0
 """How many times as far as Transformers is from itself, at most: the largest of some hundred differences varies by so
 much between seeds."""
 _LEAST = {torch.float32: 1e-4}
-"""A bound that is never lower: some models are, on a few prompts, luckily near themselves. What is wrong is far off."""
+"""The least bound: on a few prompts Transformers' own difference may be small by luck. Real errors are far larger."""
 _SINGLES = 8
 """Of the prompt's last tokens, that Transformers computes one by one when it goes on from a cache."""
 

@@ -1,10 +1,9 @@
-"""In how many bits each matrix of a model is packed: few where that changes its answers little, for the bytes it saves.
+"""Chooses the bits of each matrix of a model: few where quantization changes the answers little per byte saved.
 
-The model reads some text, forwards and backwards. Backwards each output of a linear layer tells how much the next
-tokens' probabilities change with it at each token (Fisher's information, of tokens drawn from what the model expects).
-With what the layer reads and the errors of a form's codes that gives the mean Kullback-Leibler divergence that the form
-costs. Divergences of several layers are taken to add up; bytes go where they save most of it. Stacked experts are not
-measured.
+Forward and backward passes over some text give the gradient of each linear layer's outputs at each token (Fisher
+information, for tokens drawn from the model's own distribution). With the layer's inputs and the quantization errors of
+a form this gives the expected mean Kullback-Leibler divergence of that form. Divergences of several layers are assumed
+to add up; bytes go where they reduce the sum most. Stacked experts are not measured.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ __all__ = ["Choice", "Gradients", "Packable", "chosen", "forms_of", "gradients",
 
 _EXPERTS: Final = ("int4_64", "int4_32")
 _FORMS: Final = ("int8", "int4_128", "q4_0", "q4_k", "q5_0", "q5_k")
-"""What a linear layer's form is chosen from: others cost more for the same bits."""
+"""The candidate forms of a linear layer: others have a larger divergence for the same bits."""
 _OUTPUTS_MEASURED: Final = 128
-"""Of a matrix, evenly taken: all would take as long as packing it in each form."""
+"""Outputs of a matrix that are measured, evenly spaced: all would take as long as packing it in each form."""
 _LEVELS_OF_INT8: Final = 254
 """Steps between the least and the greatest weight of an output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A form of a matrix, its bytes, and the divergence that it is expected to cost, in nats for each token."""
+    """A form of a matrix, its bytes, and its expected divergence in nats per token."""
 
     form: str
     nbytes: int
@@ -47,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Packable:
-    """A matrix of so many ``weights``, and what it can be packed as; one choice is none."""
+    """A matrix of ``weights`` weights, and its possible forms; a single one means that there is no choice."""
 
     path: str
     weights: int
@@ -55,8 +54,8 @@ class Packable:
 
 
 def packables(targets: Sequence[Target], divergences: Mapping[str, Mapping[str, float]]) -> list[Packable]:
-    """What each of ``targets`` can be packed as, but for the output layer, which has no choice and does not count.
-    ``divergences``: by path and form, of what was measured.
+    """The possible forms of each of ``targets``, except the output layer, which has no choice and does not count.
+    ``divergences``: the measured ones, by path and form.
     """
     found = []
     for target in targets:
@@ -72,7 +71,7 @@ def packables(targets: Sequence[Target], divergences: Mapping[str, Mapping[str, 
 
 
 def chosen(matrices: Sequence[Packable], bits: float) -> dict[str, str]:
-    """The form of each, by path, so that a packed weight takes at most ``bits`` on average, scales counted.
+    """The form of each matrix, by path, so that a packed weight takes at most ``bits`` on average, with scales.
 
     Raises ConfigError where even the fewest take more.
     """
@@ -99,8 +98,8 @@ def chosen(matrices: Sequence[Packable], bits: float) -> dict[str, str]:
 def _steps(
     matrices: Sequence[Packable], least: Mapping[str, Choice]
 ) -> Iterator[tuple[str, list[tuple[float, int, str]]]]:
-    """From a matrix's fewest bytes to its most: divergence saved for each byte, more bytes, form. What saves less for a
-    byte than a larger one is left out, so that each step saves less than the one before it.
+    """The steps from a matrix's smallest form to its largest: divergence saved per byte, further bytes, form. Forms
+    below the convex hull are left out, so each step saves less per byte than the one before.
     """
     for one in matrices:
         at, steps = least[one.path], list[tuple[float, int, str]]()
@@ -118,8 +117,8 @@ def _steps(
 
 @dataclass(slots=True)
 class Gradients:
-    """Of a linear layer's outputs, squares: ``tokens`` (tokens,), by position in a window, sums over outputs;
-    ``outputs`` (outputs,), sums over tokens. ``read``: of how many tokens.
+    """Squared gradients of a linear layer's outputs: ``tokens`` (tokens,), by position in a window, summed over
+    outputs; ``outputs`` (outputs,), summed over tokens. ``read``: the number of tokens.
     """
 
     tokens: Tensor | float = 0.0
@@ -128,9 +127,9 @@ class Gradients:
 
     @property
     def counts(self) -> Tensor:
-        """How much an error counts at each position: (tokens,). One token's gradient says little, so it is the mean of
-        positions 0, 1 and 2, 3 to 6, 7 to 14 and so on: what comes first is read by more tokens, and the very first
-        one is what attention falls back on.
+        """The weight of an error at each position: (tokens,). Single gradients are noisy, so positions are averaged in
+        groups: 0, 1 and 2, 3 to 6, 7 to 14 and so on. Earlier tokens are attended to by more tokens, and the first one
+        is the attention sink.
         """
         assert isinstance(self.tokens, Tensor)
         found, begin = torch.empty_like(self.tokens), 0
@@ -146,7 +145,7 @@ class Gradients:
         self.read += len(squares)
 
     def divergences(self, target: Target, weight: Tensor, inputs: Inputs) -> dict[str, float]:
-        """What each form that ``target`` may have is expected to cost: nats for each token."""
+        """The expected divergence of each possible form of ``target``, in nats per token."""
         assert isinstance(self.outputs, Tensor)
         found, some = {}, slice(0, None, -(-target.outputs // _OUTPUTS_MEASURED))
         counted = self.outputs[some]
@@ -161,7 +160,7 @@ class Gradients:
 def gradients(
     model: Any, targets: Sequence[Target], windows: Tensor, progress: Callable[[int, int], None]
 ) -> dict[str, Gradients]:
-    """Of those of ``targets`` that are called for all ``windows`` [windows, tokens], by path, one after the other."""
+    """The gradients of those ``targets`` that are called for all ``windows`` [windows, tokens], by path."""
     found = {target.path: Gradients() for target in targets if is_measured(target)}
     model.requires_grad_(False)
 
@@ -188,7 +187,7 @@ def gradients(
 
 @torch.no_grad()
 def _embedded(model: Any, windows: Tensor) -> Tensor:
-    """What ``model`` makes of ``windows`` before its first layer: so that something is given to it that learns."""
+    """The embeddings of ``windows``, which require gradients, so that the model computes a backward pass."""
     found: list[Tensor] = []
     handle = model.get_input_embeddings().register_forward_hook(lambda _module, _given, out: found.append(out))
     try:
@@ -199,7 +198,7 @@ def _embedded(model: Any, windows: Tensor) -> Tensor:
 
 
 def forms_of(target: Target) -> list[Form]:
-    """What a linear layer can be packed as."""
+    """The possible forms of a linear layer."""
     forms = [Form(name, target.outputs, target.inputs) for name in _FORMS]
     return [form for form in forms if form.fits]
 
@@ -210,7 +209,7 @@ def is_measured(target: Target) -> bool:
 
 
 def _error(weight: Tensor, counts: Tensor, form: Form) -> Tensor:
-    """The square of each output's error, an input's ``counts`` times, where nothing makes up for it: (outputs,)."""
+    """The squared error of each output, weighted by each input's ``counts``, without compensation: (outputs,)."""
     values = weight.float().contiguous()
     if form.name == "int8":
         steps = 2 * values.abs().amax(dim=1) / _LEVELS_OF_INT8

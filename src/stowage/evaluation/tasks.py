@@ -1,10 +1,10 @@
-"""Are a model's answers as good with offloading as without? Questions from a file, with every tier off and on.
+"""Scored tasks with and without offloading: questions from a file, with every tier off and on.
 
     questions ──> every tier off ──> computed and stored ──> from host memory ──> from a lower tier, after a restart
 
-The first questions of the file are examples that stand before each of the others, as task harnesses do it: a long
-prefix that all share. Of each run: the share of right answers, and the perplexity of the reference answers. A run is
-as good when every answer is the same as with every tier off, but for tokens that were as likely as the other.
+The first questions of the file are few-shot examples before each of the others, as in task harnesses: a long prefix
+that all share. Each run gives the share of right answers and the perplexity of the reference answers. A run passes when
+every answer is the same as with every tier off, except for tokens that were equally likely.
 
 A question is a line of JSON. ``{"question": ..., "answer": ...}`` is asked as "Question: ... Answer:" (the format of
 GSM8K; Cobbe et al., arXiv:2110.14168: what follows "####" is the answer, and numbers are compared as numbers);
@@ -36,7 +36,7 @@ SHOTS, NEW_TOKENS = 5, 256
 _MARK = "####"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _AT_ONCE = 64
-"""Prompts that are handed to the engine together."""
+"""Prompts that are submitted to the engine together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """``runs``: the first one has every tier off. ``parity``: all are as good."""
+    """``runs``: the first one has every tier off. ``parity``: all others pass."""
 
     questions: int
     dtype: str
