@@ -129,14 +129,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def supports_blocks(x: Tensor, matrix: BlockMatrix) -> bool:
     """Whether ``linear_blocks`` can compute this: the bytes are in memory, and scales cover multiples of 32 inputs."""
-    spec = matrix.spec
+    size, inputs = matrix.spec.group_size, matrix.spec.inputs
     on_cpu = all(part.device.type == "cpu" for part in matrix.parts.values())
-    return (
-        x.dtype in DTYPES
-        and on_cpu
-        and matrix.is_here
-        and (spec.group_size % 32 == 0 or spec.group_size == spec.inputs)
-    )
+    return x.dtype in DTYPES and on_cpu and matrix.is_here and (size % 32 == 0 or size == inputs)
 
 
 def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) -> Tensor:
