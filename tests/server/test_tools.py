@@ -174,12 +174,31 @@ TRIP = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "glm47", "minimax_m2"])
-def test_arguments_between_tags_are_enforced(name: str, engine: Engine) -> None:
+STAYS = {"why": {"$ref": "#/$defs/why"}, "stays": TRIP["properties"]["stays"]}
+DEFINED = {
+    "trip": {
+        "properties": {"to": {"$ref": "#/$defs/text"}},
+        "required": ["to"],
+        "allOf": [{"$ref": "#/$defs/stays"}],
+        "additionalProperties": False,
+    },
+    "stays": {"properties": STAYS, "required": ["stays"]},
+    "text": {"type": "string"},
+    "why": TRIP["properties"]["why"],
+}
+REFERRED = {"$ref": "#/$defs/trip", "$defs": TRIP["$defs"] | DEFINED}
+"""The same in parts that stand elsewhere."""
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [("qwen3_coder", TRIP), ("glm45", TRIP), ("glm47", TRIP), ("minimax_m2", TRIP), ("qwen3_coder", REFERRED)],
+)
+def test_arguments_between_tags_are_enforced(name: str, schema: dict[str, Any], engine: Engine) -> None:
     """What templates write is what the grammar takes, whole; values that are not of the schema it does not take."""
     form = FORMATS[name]
     assert form.tags is not None
-    offer = offered((Tool("trip", "", TRIP, strict=False, where="tools[0]"),), "required", "", parallel=True)
+    offer = offered((Tool("trip", "", schema, strict=False, where="tools[0]"),), "required", "", parallel=True)
     wanted = enforced(form, offer, None, engine.grammars, None)
     assert wanted is not None
 

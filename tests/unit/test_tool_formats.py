@@ -120,6 +120,26 @@ def read(syntax: OutputSyntax, text: str, cuts: random.Random | None = None) -> 
     return found
 
 
+def test_arguments_between_tags_whose_schema_is_elsewhere() -> None:
+    """As Pydantic writes it for enumerations and for models that contain themselves."""
+    grade = {"enum": ["1", "2"], "type": "string"}
+    node = {
+        "type": "object",
+        "properties": {
+            "grade": {"$ref": "#/$defs/Grade"},
+            "best": {"anyOf": [{"$ref": "#/$defs/Grade"}, {"type": "null"}]},
+            "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]},
+        },
+    }
+    loop = {"anyOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/Loop"}]}
+    node["properties"]["loop"] = {"$ref": "#/$defs/Loop"}
+    schema = {"$ref": "#/$defs/Node", "$defs": {"Node": node, "Grade": grade, "Loop": loop}}
+    syntax = OutputSyntax(FORMATS["qwen3_coder"], schemas={"f": schema})
+    text = QWEN.format("f", tagged(LINES, (("grade", "1"), ("best", "2"), ("next", '{"grade": "1"}'), ("loop", "3"))))
+    said = '{"grade": "1", "best": "2", "next": {"grade": "1"}, "loop": 3}'
+    assert read(syntax, text) == [("call", "f"), ("arguments", said)]
+
+
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
 def test_parts_of_an_answer(name: str, text: str, expected: list[tuple[str, str]]) -> None:
     syntax = OutputSyntax(FORMATS[name], harmony=name == "openai", schemas=SCHEMAS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 from urllib.parse import unquote
 
-__all__ = ["endless"]
+__all__ = ["endless", "pointed"]
 
 _SHOWN: Final = 100
 
@@ -75,26 +75,27 @@ class _Search:
             self.last = name
             return False
         self._way.add(name)
-        found = self.does_end(self._target(name))
+        found = self.does_end(pointed(self._root, name))
         self._way.remove(name)
         if found:
             self.ends.add(name)
         return found
 
-    def _target(self, name: str) -> Any:
-        """What a pointer leads to (RFC 6901); what is not there, and names of other kinds, are left to whoever compiles
-        the schema.
-        """
-        part = self._root
-        start, *steps = unquote(name).split("/")
-        if start != "#":
-            return None
-        for step in steps:
-            if isinstance(part, list):
-                part = part[int(step)] if step.isdecimal() and int(step) < len(part) else None
-            else:
-                part = part.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
-        return part
+
+def pointed(root: Any, name: str) -> Any:
+    """What the pointer ``name`` leads to in the schema ``root`` (RFC 6901). ``None`` for what is not there, and for
+    names of other kinds: they are left to whoever compiles the schema.
+    """
+    start, *steps = unquote(name).split("/")
+    if start != "#":
+        return None
+    part = root
+    for step in steps:
+        if isinstance(part, list):
+            part = part[int(step)] if step.isdecimal() and int(step) < len(part) else None
+        else:
+            part = part.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
+    return part
 
 
 def _listed(value: Any) -> list[Any]:

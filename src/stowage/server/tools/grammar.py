@@ -24,7 +24,7 @@ from stowage.server.api_errors import ApiError
 from stowage.server.structured import unusable
 from stowage.server.tools.formats import INDEX, Tags, ToolFormat
 from stowage.server.tools.offer import Offer, Tool
-from stowage.server.tools.tagged import allows_text
+from stowage.server.tools.tagged import allows_text, fields_of, view
 
 __all__ = ["enforced"]
 
@@ -157,13 +157,13 @@ class _Lark:
 
     def _tagged(self, rule: str, schema: dict[str, Any], tags: Tags) -> None:
         """Arguments between tags, in the schema's order: those that must be there, and those that may."""
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        properties, required = fields_of(schema)
         parts = []
         for at, (key, value) in enumerate(properties.items()):
             opens = self._literal(tags.opens.replace("KEY", key))
             one = f"{opens} {self._value(f'{rule}_{at}', value, schema, tags)} {self._maybe(tags.space)}".strip()
             parts.append(one if key in required else f"({one})?")
-        if schema.get("additionalProperties", True) is not False:
+        if view(schema, schema).get("additionalProperties", True) is not False:
             before, after = map(self._maybe, tags.opens.split("KEY"))
             parts.append(f"({before} /[^<>\\n]+/ {after} {self._until('value', tags.end)} {self._maybe(tags.space)})*")
         self._rules.append(f"{rule}: " + (" ".join(parts) or '""'))
@@ -171,10 +171,11 @@ class _Lark:
     def _value(self, rule: str, schema: Any, whole: dict[str, Any], tags: Tags) -> str:
         """One value and its end: a string is text, of any length; what is listed is one of that; all else is JSON."""
         end = "\n" * tags.lines + tags.end
-        listed = schema.get("enum", [schema["const"]] if "const" in schema else None) if _is_object(schema) else None
+        known = view(schema, whole)
+        listed = known.get("enum", [known["const"]] if "const" in known else None)
         if listed and all(isinstance(one, str) for one in listed):
             return f"({' | '.join(map(self._literal, listed))}) {self._literal(end)}"
-        if allows_text(schema):
+        if allows_text(schema, whole):
             return self._until("text" if tags.lines else "value", end)
         shared = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
         body = _WHITESPACE | shared | schema if _is_object(schema) else schema

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, Final
 
+from stowage.engine.endless_schema import pointed
 from stowage.server.tools.formats import Tags, ToolFormat
 from stowage.server.tools.incremental_parser import IncrementalParser, Part
 
-__all__ = ["TaggedCalls", "allows_text"]
+__all__ = ["TaggedCalls", "allows_text", "fields_of", "view"]
 
 _HEAD_CHARACTERS: Final = 256
+_PARTS_MOST: Final = 16
+"""References in a row that are followed, and members of an `allOf` that are looked at."""
 _PYTHON: Final = {"True": True, "False": False, "None": None}
 """What templates that print values as Python does teach a model to write."""
 
@@ -34,6 +38,7 @@ class TaggedCalls(IncrementalParser):
         self._ends = ("\n" + tags.end, tags.end) if tags.lines else (tags.end,)
         self._state = "text"
         self._marker = ""
+        self._schema: Mapping[str, Any] = {}
         self._properties: Mapping[str, Any] = {}
         self._first = self._is_text = self._entered = False
 
@@ -63,8 +68,8 @@ class TaggedCalls(IncrementalParser):
             return True
         self._parts.append(Part("call", found[1]))
         self._buffer = self._buffer[found.end() :]
-        properties = self._schemas.get(found[1], {}).get("properties")
-        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._schema = self._schemas.get(found[1], {})
+        self._properties, _ = fields_of(self._schema)
         self._marker, self._state, self._first = "", "next_argument", True
         return True
 
@@ -80,7 +85,7 @@ class TaggedCalls(IncrementalParser):
             before = "{" if self._first else ", "
             self._parts.append(Part("arguments", f"{before}{json.dumps(found[1], ensure_ascii=False)}: "))
             self._buffer, self._state = text[found.end() :], "argument_value"
-            self._is_text = allows_text(self._properties.get(found[1]))
+            self._is_text = allows_text(self._properties.get(found[1]), self._schema)
             self._first = self._entered = False
             if self._is_text:
                 self._parts.append(Part("arguments", '"'))
@@ -132,18 +137,54 @@ class TaggedCalls(IncrementalParser):
         return True
 
 
-def allows_text(schema: Any) -> bool:
-    """Whether a value of this schema may be a string. Then it is taken as one: tags do not tell `null` from "null"."""
-    if not isinstance(schema, Mapping):
+def allows_text(schema: Any, whole: Any, seen: set[str] | None = None) -> bool:
+    """Whether a value of this schema, a part of `whole`, may be a string. Then it is one: tags do not tell `null` from
+    "null". seen: references that were looked at.
+    """
+    seen = set() if seen is None else seen
+    name = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(schema, Mapping) or name in seen:
         return False
+    if isinstance(name, str):
+        seen.add(name)
+    known = view(schema, whole)
     for several in ("anyOf", "oneOf"):
-        if isinstance(schema.get(several), list):
-            return any(map(allows_text, schema[several]))
-    kind = schema.get("type")
+        if isinstance(known.get(several), list):
+            return any(allows_text(option, whole, seen) for option in known[several])
+    kind = known.get("type")
     if kind is not None:
         return kind == "string" or (isinstance(kind, list) and "string" in kind)
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
+    values = known["enum"] if isinstance(known.get("enum"), list) else [known.get("const")]
     return any(isinstance(value, str) for value in values)
+
+
+def view(schema: Any, whole: Any) -> ChainMap[str, Any]:
+    """What a schema says, with what it refers to in `whole` and lists in `allOf`: what is nearest comes first."""
+    parts = _followed(schema, whole)
+    listed = ChainMap(*parts).get("allOf")
+    for part in listed[:_PARTS_MOST] if isinstance(listed, list) else ():
+        parts += _followed(part, whole)
+    return ChainMap(*parts)
+
+
+def fields_of(schema: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The properties of an object, and the names of those that it must have."""
+    properties: dict[str, Any] = {}
+    required: list[Any] = []
+    for part in view(schema, schema).maps:
+        if isinstance(part.get("properties"), dict):
+            properties = properties | part["properties"]
+        required += part["required"] if isinstance(part.get("required"), list) else []
+    return properties, required
+
+
+def _followed(schema: Any, whole: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    while isinstance(schema, dict) and len(found) < _PARTS_MOST:
+        found.append(schema)
+        name = schema.get("$ref")
+        schema = pointed(whole, name) if isinstance(name, str) else None
+    return found
 
 
 def _quoted(text: str) -> str:
