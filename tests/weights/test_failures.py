@@ -19,7 +19,7 @@ from stowage.models import loading
 from stowage.testing import tiny_models
 from tests.weights import gguf_files, published_files
 from tests.weights.conftest import bytes_of, logits, prompt
-from tests.weights.test_published import CHANNELS
+from tests.weights.test_published import CHANNELS, words
 
 GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
@@ -146,6 +146,16 @@ def test_experts_stacked_in_fp8_are_refused(method: Mapping[str, Any], tmp_path:
     published_files.rewrite(path, state, quantization_config=dict(method))
     with pytest.raises(stowage.UnsupportedModelError, match=r"experts.\w+ is experts stacked in FP8, .* GGUF file"):
         loading.load(path)
+
+
+@pytest.mark.parametrize("left", [("mlp",), ("mlp", "c_attn")])
+def test_quantised_matrices_whose_inputs_come_first_are_refused(left: tuple[str, ...], tmp_path: Path) -> None:
+    """GPT-2's, which were taken for matrices of outputs: a square one was multiplied the other way round."""
+    left = ("wte", "wpe", "ln", "lm_head", *left)
+    method, quantiser = words("gptq", 32)
+    published, _ = published_files.write("gpt2", tmp_path, method, quantiser, without=left)
+    with pytest.raises(stowage.UnsupportedModelError, match=r"c_\w+.weight has inputs before outputs"):
+        loading.load(published)
 
 
 def test_models_that_cannot_be_moved_are_refused(tmp_path: Path) -> None:

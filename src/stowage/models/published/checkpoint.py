@@ -201,7 +201,13 @@ class _Reading:
         name = sources.single
         if f"{name}_blocks" in self.matrices.stored:
             return self._stack(path, name, shape, transposed)
-        if len(shape) == 2 and path.endswith(".weight"):
+        inputs_first = type(module).__name__ == "Conv1D"
+        if inputs_first and name not in self.matrices.stored:
+            raise UnsupportedModelError(
+                f"{path} has inputs before outputs, as GPT-2 has them, and is quantised, which is not read. Give the "
+                "original checkpoint."
+            )
+        if len(shape) == 2 and path.endswith(".weight") and not inputs_first:
             matrix = self.matrices.of(name, shape)
             in_parts = matrix.spec is not None and matrix.parts.keys() != {""}
             if as_numbers or (looked_up and in_parts):
