@@ -156,14 +156,21 @@ static inline ALWAYS __m256 avx2_halves_of(const uint8_t *a, const uint8_t *b, i
                                           (short)read_short(b + 2 * apart), (short)read_short(b + 3 * apart)));
 }
 
-/* Of eight blocks halves of which each is that of `alike` (1, 2 or 4) blocks. */
-static inline ALWAYS __m256 avx2_shared_halves(const uint8_t *from, int64_t alike)
+/* Scales of eight blocks, of which each `alike` (1, 2 or 4) have one; of 4 bytes also what is no float. */
+static inline ALWAYS __m256 avx2_shared(const uint8_t *from, int kind, int64_t alike)
 {
     __m256i which = _mm256_srlv_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32((int)alike / 2));
-    __m128i halves = alike == 1   ? _mm_loadu_si128((const __m128i *)from)
-                     : alike == 2 ? _mm_loadl_epi64((const __m128i *)from)
-                                  : _mm_cvtsi32_si128((int)read_word(from));
-    return _mm256_permutevar8x32_ps(_mm256_cvtph_ps(halves), which);
+    int64_t bytes = 8 / alike * scale_bytes[kind];
+    __m256i v = bytes == 32 ? avx2_32(from)
+                            : _mm256_castsi128_si256(bytes == 16  ? _mm_loadu_si128((const __m128i *)from)
+                                                     : bytes == 8 ? _mm_loadl_epi64((const __m128i *)from)
+                                                                  : _mm_cvtsi32_si128((int)read_word(from)));
+    __m128i halves = _mm256_castsi256_si128(v);
+    if (kind == SCALES_F16)
+        v = (__m256i)_mm256_cvtph_ps(halves);
+    else if (kind == SCALES_BF16)
+        v = _mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+    return _mm256_permutevar8x32_ps((__m256)v, which);
 }
 
 /* Whether blocks begin with their scale. */
@@ -230,11 +237,29 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
     } else if (format == MXFP4 && job->kind == SCALES_E8M0)
         for (; b < eights; b += 8)
             _mm256_storeu_ps(scales + b, avx2_powers(row->scales + k / DYNAMIC_BLOCK + b));
-    else if (format == PACKED4 && DYNAMIC_GROUP % row->group == 0)
+    else if (format == MXFP4_BLOCK)
+        for (; b < eights; b += 8) {
+            uint8_t powers[8];
+            UNROLLED for (int i = 0; i < 8; i++)
+                powers[i] = at[(b + i) * bytes];
+            _mm256_storeu_ps(scales + b, avx2_powers(powers));
+        }
+    else if (format == PLAIN)
+        for (__m256 own = _mm256_set1_ps(scale_of(row, 0)); b < eights; b += 8)
+            _mm256_storeu_ps(scales + b, own);
+    else if ((format == INT4_WORDS || format == PACKED4) && DYNAMIC_GROUP % row->group == 0 && row->kind != SCALES_E8M0)
         for (int64_t alike = row->group / DYNAMIC_BLOCK; b < eights; b += 8) {
-            int64_t own = 2 * ((k / DYNAMIC_BLOCK + b) / alike);
-            _mm256_storeu_ps(scales + b, avx2_shared_halves(row->scales + own, alike));
-            _mm256_storeu_ps(more + b, avx2_shared_halves(row->zeros + own, alike));
+            int64_t group = (k / DYNAMIC_BLOCK + b) / alike;
+            __m256 own = avx2_shared(row->scales + group * scale_bytes[row->kind], row->kind, alike), less = _mm256_setzero_ps();
+            if (format == PACKED4)
+                less = avx2_shared(row->zeros + 2 * group, SCALES_F16, alike);
+            else if (row->zeros != NULL) {
+                __m256i zero = (__m256i)avx2_shared(row->zeros + 4 * group, SCALES_F32, alike);
+                zero = _mm256_and_si256(_mm256_srli_epi32(zero, row->zero_shift), _mm256_set1_epi32(15));
+                less = _mm256_xor_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(zero), own), _mm256_set1_ps(-0.0f));
+            }
+            _mm256_storeu_ps(scales + b, own);
+            _mm256_storeu_ps(more + b, less);
         }
     else if (format == INT4_WORDS || format == PACKED4)
         for (int64_t group = k / job->group, end = (group + 1) * job->group - k; b < blocks; group++, end += job->group) {
