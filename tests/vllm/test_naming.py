@@ -71,6 +71,16 @@ def test_after_a_renewal_nothing_has_its_old_name(tmp_path: Path) -> None:
     assert not before & {names.of(one) for one in asked}
 
 
+def test_an_adapter_that_changed_on_disk_is_still_unknown_after_a_renewal(tmp_path: Path) -> None:
+    """Workers keep what they read of it before."""
+    names = Namespaces(ENGINE)
+    names.of(request(lora_request=adapter(tmp_path / "one", b"1" * 5000)))
+    changed = adapter(tmp_path / "one", b"2" * 5000)
+    names.renew()
+    with pytest.raises(ValueError, match="have changed since the adapter was loaded"):
+        names.of(request(lora_request=changed))
+
+
 def keys(names: Namespaces, *features: tuple[int, str]) -> list[bytes]:
     media = [SimpleNamespace(mm_position=SimpleNamespace(offset=at), identifier=name) for at, name in features]
     tracked = Tracked(request(mm_features=media), names, GROUPS)

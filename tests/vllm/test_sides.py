@@ -5,6 +5,8 @@ between them. Real store, real workers, each with a mapping of its own; vLLM's o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -343,6 +345,20 @@ def test_blocks_of_before_a_reset_are_not_stored_after_it(made: Any) -> None:
     request = Request("first", prompt(300))
     assert here.offer(request) == 0
     here.compute(request, blocks_for(300), 0, 100)
+    assert here.scheduler.reset()
+    here.compute(request, blocks_for(300), 100, 300)
+    assert here.offer(Request("second", prompt(300))) == 0
+
+
+def test_a_reset_survives_adapters_whose_files_are_gone(made: Any, tmp_path: Path) -> None:
+    """Such a request is not kept any more; the engine lives on."""
+    here = made([FULL])
+    (tmp_path / "adapter.safetensors").write_bytes(b"1" * 100)
+    request = Request("first", prompt(300))
+    request.lora_request = SimpleNamespace(lora_int_id=1, lora_path=str(tmp_path))
+    assert here.offer(request) == 0
+    here.compute(request, blocks_for(300), 0, 100)
+    (tmp_path / "adapter.safetensors").unlink()
     assert here.scheduler.reset()
     here.compute(request, blocks_for(300), 100, 300)
     assert here.offer(Request("second", prompt(300))) == 0

@@ -201,7 +201,6 @@ class Namespaces:
     def renew(self) -> None:
         """From now on nothing that was stored is found."""
         self._engine = namespace({"engine": self._engine, "weights": os.urandom(16)})
-        self._adapters.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -361,9 +361,10 @@ class SchedulerSide:
             self._namespaces.renew()
             for request_id, tracked in list(self._tracked.items()):
                 self._prefixes.give_back(tracked)
-                fresh = Tracked(tracked.request, self._namespaces, self._groups, self._drafts)
-                fresh.counted, fresh.preemptions, fresh.tainted = True, tracked.preemptions, True
-                self._tracked[request_id] = fresh
+                del self._tracked[request_id]
+                fresh = self._track(tracked.request)
+                if fresh is not None:
+                    fresh.counted, fresh.preemptions, fresh.tainted = True, tracked.preemptions, True
             self._store.drop_host()
             if self._announcements is not None:
                 self._announcements.clear()
