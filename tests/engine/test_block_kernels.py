@@ -254,3 +254,24 @@ def test_nothing_is_read_behind_a_matrix(instructions: None, name: str) -> None:
                 for rows in (1, 2, 4, 8, 12, 70):
                     found = kernels.linear_of(x[:rows], last)
                     assert torch.equal(found, kernels.linear_of(x[:rows], there)), (inputs, outputs, rows)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are protected with mprotect")
+@pytest.mark.parametrize("instructions", ["base", "avx2"], indirect=True)
+@pytest.mark.parametrize("form", ["int8", "int4_32"])
+def test_nothing_is_read_behind_a_packed_matrix(instructions: None, form: str) -> None:
+    """Of 4 bits also where halves of the inputs, which share bytes, are no whole groups of the kernel."""
+    for inputs in (32, 64, 96, 256, 288, 576, 1024 + 64):
+        for outputs in (1, 2, 5, 18):
+            raw = torch.randint(-127, 128, (outputs, inputs if form == "int8" else inputs // 2), dtype=torch.int8)
+            x = torch.randn(70, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+            found = []
+            for codes in (raw.view(torch.uint8), at_the_end_of_memory(raw.view(torch.uint8))):
+                if form == "int8":
+                    matrix = kernels.of_plain(codes.view(torch.int8), torch.linspace(0.1, 1, outputs))
+                else:
+                    scales = torch.linspace(-1, 1, 2 * outputs * inputs // 32).view(2, outputs, -1).half()
+                    matrix = kernels.of_int4(x.dtype, codes, scales, 32)
+                ways = (matrix, replace(matrix, int8=True))
+                found.append([kernels.linear_of(x[:rows], way) for way in ways for rows in (1, 2, 4, 8, 12, 70)])
+            assert all(map(torch.equal, *found)), (inputs, outputs)

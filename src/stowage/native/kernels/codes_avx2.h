@@ -245,10 +245,11 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
             _mm256_storeu_ps(scales + b, avx2_powers(powers));
         }
     else if (format == PLAIN)
-        for (__m256 own = _mm256_set1_ps(scale_of(row, 0)); b < eights; b += 8)
-            _mm256_storeu_ps(scales + b, own);
+        for (float own = scale_of(row, 0); b < blocks; b++)
+            scales[b] = own, more[b] = 0;
     else if ((format == INT4_WORDS || format == PACKED4) && DYNAMIC_GROUP % row->group == 0 && row->kind != SCALES_E8M0)
-        for (int64_t alike = row->group / DYNAMIC_BLOCK; b < eights; b += 8) {
+        for (int64_t alike = row->group / DYNAMIC_BLOCK, end = blocks % alike == 0 && eights > 0 ? blocks : eights; b < end; b += 8) {
+            b = b < blocks - 8 ? b : blocks - 8;
             int64_t group = (k / DYNAMIC_BLOCK + b) / alike;
             __m256 own = avx2_shared(row->scales + group * scale_bytes[row->kind], row->kind, alike), less = _mm256_setzero_ps();
             if (format == PACKED4)

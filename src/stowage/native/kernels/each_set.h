@@ -5,6 +5,7 @@
 #if LANES == 8
 #include "codes_avx2.h"
 #include "dynamic_avx2.h"
+#include "dynamic_avx2_tiles.h"
 #include "numbers_avx2.h"
 #endif
 #include "formats.h"

@@ -212,18 +212,15 @@ static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_
     float scales[DEPTH / DYNAMIC_BLOCK], more[DEPTH / DYNAMIC_BLOCK];
     uint8_t last[DYNAMIC_GROUP + 8] = {0};
     int64_t blocks = (end - k) / DYNAMIC_BLOCK;
-    Avx2Piece pieces[3];
+    Avx2Piece pieces[4];
     if (job->format == FP8 || job->format == F16)
         return avx2_decode_floats(job, n, k, end, to);
     if (!avx2_has_numbers(job) || !avx2_ready(job, n, k, blocks, scales, more))
         return 0;
     int count = avx2_pieces(job, k, blocks * DYNAMIC_BLOCK, pieces);
     for (const Avx2Piece *piece = pieces; piece < pieces + count; piece++) {
-        const uint8_t *at = (const uint8_t *)job->w + n * job->w_row + piece->bytes;
         int64_t b = 4 * piece->first - k / DYNAMIC_BLOCK;
-        if (piece->left)
-            at = memcpy(last, at, piece->left);
-        avx2_numbers_way(piece)->fill(at, piece->left ? blocks % 4 : 4 * piece->count, scales + b, more + b,
+        avx2_numbers_way(piece)->fill(avx2_brought(job, piece, n, 1, last), piece->left ? blocks % 4 : 4 * piece->count, scales + b, more + b,
                                       job->form != FLOAT32, to + b * DYNAMIC_BLOCK);
     }
     return blocks * DYNAMIC_BLOCK;
@@ -240,11 +237,11 @@ static int avx2_has_dots(const Linear *job)
 static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, int64_t wide, int64_t k)
 {
     float room[4][DEPTH / DYNAMIC_BLOCK];
-    uint8_t last[2][DYNAMIC_GROUP + 8];
+    uint8_t last[2][DYNAMIC_GROUP + 8] = {{0}}, mixed[2][DYNAMIC_GROUP] = {{0}};
     float edge[4 * DYNAMIC_GROUP];
     int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH, left = depth % DYNAMIC_GROUP / DYNAMIC_BLOCK;
-    Avx2Piece pieces[3];
-    const uint8_t *at[3][2];
+    Avx2Piece pieces[4];
+    const uint8_t *at[4][2];
     if (depth % DYNAMIC_BLOCK != 0)
         return 0;
     int count = avx2_pieces(job, k, depth, pieces);
@@ -253,11 +250,8 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
         if (!avx2_ready(job, own, k, depth / DYNAMIC_BLOCK, room[i], room[2 + i]))
             return 0;
         for (int p = 0; p < count; p++) {
-            at[p][i] = (const uint8_t *)job->w + own * job->w_row + pieces[p].bytes;
-            if (pieces[p].left && (left != 2 || own + 1 == job->outputs)) { /* else the next row's bytes are read, not used */
-                memset(last[i], 0, sizeof last[i]);
-                at[p][i] = memcpy(last[i], at[p][i], pieces[p].left);
-            }
+            int copied = left != 2 || own + 1 == job->outputs; /* else the next row's bytes are read, not used */
+            at[p][i] = avx2_brought(job, pieces + p, own, copied, avx2_is_mixed(job, pieces[p].first) ? mixed[i] : last[i]);
         }
     }
     for (int64_t end = row + rows, step; row < end; row += step) {

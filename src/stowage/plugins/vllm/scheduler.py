@@ -362,8 +362,7 @@ class SchedulerSide:
             for request_id, tracked in list(self._tracked.items()):
                 self._prefixes.give_back(tracked)
                 del self._tracked[request_id]
-                fresh = self._track(tracked.request)
-                if fresh is not None:
+                if (fresh := self._track(tracked.request)) is not None:
                     fresh.counted, fresh.preemptions, fresh.tainted = True, tracked.preemptions, True
             self._store.drop_host()
             if self._announcements is not None:
