@@ -10,6 +10,7 @@ import pytest
 
 from stowage.core.geometry import Group, Kind
 from stowage.plugins.vllm.due import Due
+from stowage.plugins.vllm.namespace import Namespaces
 from stowage.plugins.vllm.requests import Tracked
 
 GROUPS = [Group(0, Kind.FULL, 16, 8, 64), Group(1, Kind.SLIDING, 16, 4, 64, 40)]
@@ -20,6 +21,7 @@ class Request:
     def __init__(self, name: str, prompt: int) -> None:
         self.request_id, self.prompt, self.num_computed_tokens, self.num_preemptions = name, prompt, 0, 0
         self.mm_features: list[Any] = []
+        self.lora_request = self.cache_salt = None
 
 
 class Engine:
@@ -29,7 +31,8 @@ class Engine:
         self.step_tokens, self.chance = step_tokens, chance
         self.due = Due(step_tokens)
         requests = [Request(f"r{number}", chance.randrange(1, 200)) for number in range(count)]
-        self.tracked = {one.request_id: Tracked(one, bytes(32), GROUPS) for one in requests}
+        names = Namespaces(bytes(32))
+        self.tracked = {one.request_id: Tracked(one, names, GROUPS) for one in requests}
         self.known: set[str] = set()
         self.begun: set[str] = set()
 
