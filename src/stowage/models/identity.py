@@ -85,10 +85,14 @@ def _digest(path: Path) -> str:
     return whole.hexdigest()
 
 
+def mark_of(stat: os.stat_result) -> str:
+    """What changes whenever a file does: device, inode, size, modification and change time."""
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+
+
 def _digest_of(known: Remembered, path: Path) -> str:
-    """The file's digest, by what changes whenever a file does: device, inode, size, modification and change time."""
     stat = path.stat()
-    key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+    key = mark_of(stat)
     if len(known.get(key, "")) == _HEX:
         return known[key]
     settled = time.time() - max(stat.st_mtime, stat.st_ctime) >= _SETTLED_S

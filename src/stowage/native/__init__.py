@@ -5,7 +5,7 @@
     checksums.c   checksums of many payloads in one call             storage.format.batch
     lossless/     floating-point numbers in fewer bytes              core.lossless
     copies.c      many runs of bytes between two memories            transfer.cpu
-    caches.c      flushes memory from the processors' caches       core.read_buffers
+    caches.c      flushes memory from the processors' caches         core.read_buffers
     gather.c      numbers and attributes of scattered objects        core.gather
     kernels/      linear layers, attention, norms, recurrences       executor.kernels
 

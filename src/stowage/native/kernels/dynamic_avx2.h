@@ -3,7 +3,7 @@
  * Of up to 8 rows a group of four blocks of two outputs at once, whose 8 sums fill a register. Of many see
  * dynamic_avx2_tiles.h.
  */
-enum { AVX2_FEW = 8, AVX2_WIDE = 16, AVX2_TILE = 4, AVX2_AHEAD = 4096 };
+enum { AVX2_FEW = 8, AVX2_WIDE = 16, AVX2_TILE = 4, AVX2_AHEAD = 4096, AVX2_BYTES = DYNAMIC_GROUP + 8 }; /* of a group at most */
 
 static inline ALWAYS __m256i avx2_twice(const void *from)
 {
@@ -164,8 +164,12 @@ static int avx2_pieces(const Linear *job, int64_t k, int64_t depth, Avx2Piece pi
     int64_t groups = dynamic_groups(k + depth), whole = (k + depth) / DYNAMIC_GROUP, half = job->inputs / 2 / DYNAMIC_GROUP, end;
     int count = 0;
     for (int64_t g = k / DYNAMIC_GROUP; g < groups; g = end, count++) {
-        end = job->format == PACKED4 && g < half && half < whole ? half : g < whole ? whole : groups;
-        end = avx2_is_mixed(job, g) ? g + 1 : end;
+        if (avx2_is_mixed(job, g))
+            end = g + 1;
+        else if (job->format == PACKED4 && g < half && half < whole)
+            end = half;
+        else
+            end = g < whole ? whole : groups;
         const Avx2Ways *ways = avx2_ways_of(job, g);
         pieces[count] = (Avx2Piece){ways, g, end - g, avx2_at(job, ways, g),
                                     g < whole ? 0 : (size_t)((k + depth) % DYNAMIC_GROUP / DYNAMIC_BLOCK * ways->bytes / 4)};
@@ -173,21 +177,22 @@ static int avx2_pieces(const Linear *job, int64_t k, int64_t depth, Avx2Piece pi
     return count;
 }
 
-/* Where a piece of output n lies: in `last`, if it is mixed, or not all there and so to be `copied`. */
-static const uint8_t *avx2_brought(const Linear *job, const Avx2Piece *piece, int64_t n, int copied, uint8_t *last)
+/* Where a piece of output n lies: in `room`, with zeros behind it, if it is mixed, or not all there and so to be `copied`. */
+static const uint8_t *avx2_brought(const Linear *job, const Avx2Piece *piece, int64_t n, int copied, uint8_t room[AVX2_BYTES])
 {
     const uint8_t *row = (const uint8_t *)job->w + n * job->w_row;
-    const uint8_t *begin = last;
     int64_t k = piece->first * DYNAMIC_GROUP, half = job->inputs / 2;
-    if (avx2_is_mixed(job, piece->first)) {
-        for (int64_t i = k; i < k + DYNAMIC_GROUP && i < job->inputs; i += 16, last += 16) /* of which half is a multiple */
-            if (i < half)
-                _mm_storeu_si128((__m128i *)last, _mm_loadu_si128((const __m128i *)(row + i)));
-            else /* low halves alone are looked at */
-                _mm_storeu_si128((__m128i *)last, _mm_srli_epi16(_mm_loadu_si128((const __m128i *)(row + i - half)), 4));
-        return begin;
+    int mixed = avx2_is_mixed(job, piece->first);
+    if (!mixed && !(piece->left && copied))
+        return row + piece->bytes;
+    memset(room, 0, AVX2_BYTES);
+    if (!mixed)
+        return memcpy(room, row + piece->bytes, piece->left);
+    for (int64_t i = k; i < k + DYNAMIC_GROUP && i < job->inputs; i += 16) { /* of which half is a multiple */
+        __m128i v = _mm_loadu_si128((const __m128i *)(row + (i < half ? i : i - half)));
+        _mm_storeu_si128((__m128i *)(room + i - k), i < half ? v : _mm_srli_epi16(v, 4)); /* low halves alone are looked at */
     }
-    return piece->left && copied ? memcpy(last, row + piece->bytes, piece->left) : row + piece->bytes;
+    return room;
 }
 
 /* Outputs [begin, end) of up to 8 rows. `room`: for scales of two rows, and least values or second scales. */
@@ -195,7 +200,7 @@ static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
 {
     Avx2Piece pieces[4];
     int count = avx2_pieces(job, 0, job->inputs, pieces);
-    uint8_t last[2][DYNAMIC_GROUP + 8] = {{0}};
+    uint8_t brought[2][AVX2_BYTES];
     int64_t groups = dynamic_groups(job->inputs), blocks = 4 * groups;
     for (int64_t n = begin, wide; n < end; n += wide) {
         wide = end - n < 2 ? 1 : 2;
@@ -215,7 +220,7 @@ static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
                     int64_t own = n + (i < wide ? i : 0), behind = (job->outputs - 1 - own) * job->w_row;
                     /* else codes of what follows are read, which zeros are multiplied with */
                     int copied = AT_BEGIN(job->format) || behind < piece->ways->bytes;
-                    at[i] = avx2_brought(job, piece, own, copied, last[i]);
+                    at[i] = avx2_brought(job, piece, own, copied, brought[i]);
                 }
                 for (int i = 0; i < 4; i++)
                     scales[i] = room + i * blocks + 4 * piece->first;

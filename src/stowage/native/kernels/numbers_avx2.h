@@ -210,7 +210,7 @@ static int64_t avx2_decode_floats(const Linear *job, int64_t n, int64_t k, int64
 static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_t end, float *to)
 {
     float scales[DEPTH / DYNAMIC_BLOCK], more[DEPTH / DYNAMIC_BLOCK];
-    uint8_t last[DYNAMIC_GROUP + 8] = {0};
+    uint8_t room[AVX2_BYTES];
     int64_t blocks = (end - k) / DYNAMIC_BLOCK;
     Avx2Piece pieces[4];
     if (job->format == FP8 || job->format == F16)
@@ -220,8 +220,9 @@ static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_
     int count = avx2_pieces(job, k, blocks * DYNAMIC_BLOCK, pieces);
     for (const Avx2Piece *piece = pieces; piece < pieces + count; piece++) {
         int64_t b = 4 * piece->first - k / DYNAMIC_BLOCK;
-        avx2_numbers_way(piece)->fill(avx2_brought(job, piece, n, 1, last), piece->left ? blocks % 4 : 4 * piece->count, scales + b, more + b,
-                                      job->form != FLOAT32, to + b * DYNAMIC_BLOCK);
+        int64_t own = piece->left ? blocks % 4 : 4 * piece->count;
+        avx2_numbers_way(piece)->fill(avx2_brought(job, piece, n, 1, room), own, scales + b, more + b, job->form != FLOAT32,
+                                      to + b * DYNAMIC_BLOCK);
     }
     return blocks * DYNAMIC_BLOCK;
 }
@@ -237,7 +238,7 @@ static int avx2_has_dots(const Linear *job)
 static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, int64_t wide, int64_t k)
 {
     float room[4][DEPTH / DYNAMIC_BLOCK];
-    uint8_t last[2][DYNAMIC_GROUP + 8] = {{0}}, mixed[2][DYNAMIC_GROUP] = {{0}};
+    uint8_t brought[4][2][AVX2_BYTES];
     float edge[4 * DYNAMIC_GROUP];
     int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH, left = depth % DYNAMIC_GROUP / DYNAMIC_BLOCK;
     Avx2Piece pieces[4];
@@ -249,10 +250,9 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
         int64_t own = n + (i < wide ? i : 0);
         if (!avx2_ready(job, own, k, depth / DYNAMIC_BLOCK, room[i], room[2 + i]))
             return 0;
-        for (int p = 0; p < count; p++) {
-            int copied = left != 2 || own + 1 == job->outputs; /* else the next row's bytes are read, not used */
-            at[p][i] = avx2_brought(job, pieces + p, own, copied, avx2_is_mixed(job, pieces[p].first) ? mixed[i] : last[i]);
-        }
+        int copied = left != 2 || own + 1 == job->outputs; /* else the next row's bytes are read, not used */
+        for (int p = 0; p < count; p++)
+            at[p][i] = avx2_brought(job, pieces + p, own, copied, brought[p][i]);
     }
     for (int64_t end = row + rows, step; row < end; row += step) {
         int power = end - row >= 4 ? 2 : end - row >= 2 ? 1 : 0;

@@ -186,8 +186,8 @@ class Namespaces:
         to again, so of files that have changed meanwhile nobody knows whether they are what is computed with.
         """
         known, files = self._adapters.get((lora.number, lora.directory)), weight_files(lora.directory)
-        stats = [(path, *_times(path)) for path in files]
-        if known is not None and known.stats == stats:
+        marks = {path: identity.mark_of(path.stat()) for path in files}
+        if known is not None and known.marks == marks:
             return known.digest
         digest = identity.of_checkpoint(lora.directory, files) if files else f"private:{os.urandom(16).hex()}"
         if known is not None and known.digest != digest and not lora.again:
@@ -195,7 +195,7 @@ class Namespaces:
                 f"the files in {lora.directory} have changed since the adapter was loaded from there. Load what has "
                 "changed from a new path, or restart the server."
             )
-        self._adapters[lora.number, lora.directory] = _Adapter(stats, digest)
+        self._adapters[lora.number, lora.directory] = _Adapter(marks, digest)
         return digest
 
     def renew(self) -> None:
@@ -205,10 +205,5 @@ class Namespaces:
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    stats: list[tuple[Any, ...]]
+    marks: dict[Path, str]
     digest: str
-
-
-def _times(path: Path) -> tuple[int, ...]:
-    stat = path.stat()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
