@@ -91,6 +91,12 @@ def check_config(config: Any) -> None:
             "The speculative method extract_hidden_states keeps hidden states in the KV cache, which StowageConnector "
             "does not store. Leave --speculative-config or the connector out."
         )
+    model = config.model_config
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        raise ConfigError(
+            "The model pools all of a prompt's hidden states (MEAN, CLS or STEP), so no part of a prompt can come from "
+            "a cache. Leave StowageConnector out for it."
+        )
 
 
 @dataclass(frozen=True)

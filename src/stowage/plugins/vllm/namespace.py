@@ -32,6 +32,8 @@ FORMAT = 2
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json", "*.py")
 _NOT_WEIGHTS = ("tokenizer*.json", "generation_config.json", "special_tokens_map.json", "*.index.json")
 
+_LLAMA4_TUNED_FROM = 32768
+
 _DIGEST: Final = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 """What vLLM calls media by their content, with an adapter's name before it where that matters."""
 
@@ -71,6 +73,7 @@ def engine_namespace(config: Any, groups: Iterable[Group], division: Division, *
             "groups": shapes,
             "parallel": "any" if by_name else _parallel(parallel),
             **_draft_fields(config),
+            **_option_fields(config),
         }
     )
 
@@ -87,14 +90,52 @@ def _draft_fields(config: Any) -> dict[str, Field]:
         return {}
     same = drafts.model.model == config.model_config.model
     weights = "" if same else _weights(drafts.model, config)
-    return {"drafts": [drafts.method, drafts.lookahead, weights, _config_text(drafts.model.hf_config)]}
+    named: list[Field] = [drafts.method, drafts.lookahead, weights, _config_text(drafts.model.hf_config)]
+    return {"drafts": [*named, *_length_marks(drafts.model)]}
+
+
+def _option_fields(config: Any) -> dict[str, Field]:
+    """What an engine was told that changes what the same weights compute, where it was told anything."""
+    model = config.model_config
+    parts = (
+        (model, ("quantization_config", "model_class_overrides")),
+        (model.multimodal_config, ("mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")),
+        (config.lora_config, ("target_modules",)),
+    )
+    told = {name: getattr(part, name, None) for part, names in parts for name in names}
+    return {name: _text(value) for name, value in (told | {"lengths": _length_marks(model)}).items() if value}
+
+
+def _length_marks(model: Any) -> list[bool]:
+    """Where numbers depend on the longest prompt that an engine takes, on which side of their marks it is: LongRoPE has
+    one set of factors up to a length and another beyond, and Llama 4 scales its queries from 32k on unless told.
+    """
+    marks = [model.max_model_len > length for length in _longrope_lengths(model.hf_config.to_dict())]
+    if any("Llama4" in name for name in model.hf_config.architectures or ()):
+        told = {**model.try_get_generation_config(), **model.override_generation_config}
+        marks.append(bool(told.get("attn_temperature_tuning", model.max_model_len > _LLAMA4_TUNED_FROM)))
+    return marks
+
+
+def _longrope_lengths(fields: dict[str, Any], outer: int = 0) -> list[int]:
+    """``original_max_position_embeddings`` of each such rope, wherever in a config it is."""
+    own = fields.get("original_max_position_embeddings") or outer
+    found = [own] if own and (fields.get("rope_type") or fields.get("type")) in ("longrope", "su") else []
+    for name in sorted(fields, key=str):
+        if isinstance(fields[name], dict):
+            found += _longrope_lengths(fields[name], own)
+    return found
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _config_text(hf_config: Any) -> str:
     fields = hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version", "_commit_hash"):
         fields.pop(name, None)
-    return json.dumps(fields, sort_keys=True, default=str)
+    return _text(fields)
 
 
 def _instructions() -> str:
