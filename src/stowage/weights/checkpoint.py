@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -94,10 +95,15 @@ class Checkpoint:
         self.tensors: dict[str, Segment] = {}
         self.float32_lengths: set[int] = set()
         """Bytes of each tensor of float32."""
+        self.kinds: dict[str, str] = {}
+        """Types of the tensors, as the files call them."""
         try:
             for path in files:
                 self.files.append(File.open(path))
-                self.tensors.update(_tensors(self.files[-1], self.float32_lengths))
+                found = _tensors(self.files[-1])
+                self.tensors |= {name: segment for name, (segment, _) in found.items()}
+                self.kinds |= {name: kind for name, (_, kind) in found.items()}
+                self.float32_lengths |= {segment.length for segment, kind in found.values() if kind == "F32"}
         except BaseException:
             self.close()
             raise
@@ -195,24 +201,23 @@ def _header(file: File) -> tuple[dict[str, Any], int]:
     return json.loads(os.pread(file.fd, length, 8)), 8 + length
 
 
-def _tensors(file: File, float32_lengths: set[int]) -> dict[str, Segment]:
+def _tensors(file: File) -> dict[str, tuple[Segment, str]]:
+    """Where each tensor lies, and of which type it is."""
     if os.pread(file.fd, len(MAGIC), 0) == MAGIC:
         return {}
     try:
         header, data = _header(file)
         packed = json.loads((header.get("__metadata__") or {}).get(METADATA, "{}"))
-        found = {}
+        found = dict[str, tuple[Segment, str]]()
         for name, entry in header.items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
                 if not 0 <= begin <= end <= file.length - data:
                     raise ValueError(f"{name} lies outside of the file")
-                found[name], kind = Segment(file, data + begin, end - begin), entry["dtype"]
+                found[name] = Segment(file, data + begin, end - begin), sys.intern(str(entry["dtype"]))
                 if name in packed:
-                    tensor = PackedTensor(file, found[name].offset, end - begin, packed[name])
-                    found[name], kind = Segment(tensor, 0, tensor.length), tensor.dtype
-                if kind == "F32":
-                    float32_lengths.add(found[name].length)
+                    tensor = PackedTensor(file, data + begin, end - begin, packed[name])
+                    found[name] = Segment(tensor, 0, tensor.length), tensor.dtype
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file.path} is damaged ({error}); download the checkpoint again.") from error
     return found

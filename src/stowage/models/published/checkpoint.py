@@ -33,6 +33,8 @@ _AS_NUMBERS: Final = "kv_b_proj"
 _FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _QUANTISED: Final = re.compile(r".+(?:\.weight_scale(?:_inv)?|\.weight_packed|\.qweight|_proj_blocks)")
 """Names that tools give to what makes numbers of codes, or to codes."""
+_WHOLE: Final = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
+"""Types of files whose numbers are no weights."""
 
 
 def meta_model(part: TextPart, dtype: torch.dtype) -> Any:
@@ -108,11 +110,19 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
 
 def refuse_unsaid(directory: Path, files: Sequence[Path]) -> None:
     """Refuse quantised weights of which config.json says nothing: Transformers would take codes for numbers, without
-    their scales. Raises UnsupportedModelError, CheckpointError.
+    their scales, whatever these are called. Raises UnsupportedModelError, CheckpointError.
     """
     checkpoint = Checkpoint(files)
-    names = [name for name in checkpoint.tensors if _QUANTISED.fullmatch(name)]
+    kinds = checkpoint.kinds
     checkpoint.close()
+    beside = {name.rpartition(".")[0] for name in kinds if not name.endswith((".weight", ".bias"))}
+    names = [
+        name
+        for name, kind in kinds.items()
+        if _QUANTISED.fullmatch(name)
+        or (name.endswith(".weight") and kind in _WHOLE)
+        or (kind.startswith("F8_") and not beside.isdisjoint((name, name.removesuffix(".weight"))))
+    ]
     if names:
         raise UnsupportedModelError(
             f"{directory} holds quantised weights ({min(names)}), and its config.json does not say how they are to be "

@@ -140,6 +140,11 @@ class Matrices:
     def _compressed(self, base: str, shape: tuple[int, ...]) -> Matrix:
         codes, scales = self.get(f"{base}.weight_packed"), self.get(f"{base}.weight_scale")
         zeros = self.stored.get(f"{base}.weight_zero_point")
+        if zeros is not None and zeros.dtype is torch.int8:
+            raise UnsupportedModelError(
+                f"{base} has zero points that are not packed as its weights are (int8), which is not read. Give "
+                "another checkpoint of the model."
+            )
         group = _group(base, scales, shape[1], scales.shape[-1] if scales.shape else 0)
         self._refuse_order(f"{base}.weight_g_idx", shape[1], group)
         spec = Spec("int4", shape[0], shape[1], group, zeros=zeros is not None, scale_dtype=scales.dtype)

@@ -41,9 +41,7 @@ class Method:
     @property
     def block(self) -> tuple[int, int]:
         """Outputs and inputs that share a scale of FP8; 0 is all of them."""
-        size = self.stated.get("weight_block_size") or next(
-            (group.get("block_structure") for group in self._weights() if group.get("block_structure")), None
-        )
+        size = self.stated.get("weight_block_size") or next(filter(None, map(_block, self._weights())), None)
         if isinstance(size, Sequence) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size):
             return size[0], size[1]
         return 0, 0
@@ -66,6 +64,13 @@ class Method:
                     f"the checkpoint is quantised by {self.name} in {str(bits)[:20]} bits as {version[:40]!r}: 4 bits "
                     "are read, of gptq in both of its formats and of awq as gemm. Give another checkpoint of the model."
                 )
+            for rule, changed in _mapping(self.stated.get("dynamic")).items():
+                if not str(rule).startswith("-:") and _mapping(changed).get("bits", 4) != 4:
+                    raise UnsupportedModelError(
+                        f"the checkpoint is quantised by {self.name} in {str(changed['bits'])[:20]} bits where its "
+                        f"rule {str(rule)[:60]!r} says so (dynamic): 4 bits are read. Give another checkpoint of the "
+                        "model."
+                    )
 
     def specs(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Spec, int]]:
         """Parameters of ``model``, built without values and run in ``dtype``, that a checkpoint of this method has
@@ -145,8 +150,8 @@ def method_of(config: Any) -> Method | None:
     if not isinstance(stated, Mapping):
         return None
     name = stated.get("quant_method")
-    name = str(getattr(name, "value", name) or ("compressed-tensors" if "config_groups" in stated else ""))
-    if name in ("", _OURS):
+    name = str(getattr(name, "value", name) or _unnamed(stated))
+    if name == _OURS:
         return None
     if name not in METHODS:
         raise UnsupportedModelError(
@@ -156,6 +161,24 @@ def method_of(config: Any) -> Method | None:
     found = Method(name, stated)
     found.check()
     return found
+
+
+def _unnamed(stated: Mapping[str, Any]) -> str:
+    """The method of a config that does not name it: only some tools leave it out."""
+    if "config_groups" in stated:
+        return "compressed-tensors"
+    if any(str(key).startswith(("load_in_", "bnb_")) for key in stated):
+        return "bitsandbytes"
+    words = {"desc_act", "sym", "zero_point"}.isdisjoint(stated)
+    return "mlx" if words and {"group_size", "bits"} <= stated.keys() else "unknown"
+
+
+def _block(weights: Mapping[str, Any]) -> Any:
+    """Outputs and inputs that share a scale, where compressed-tensors says it of FP8."""
+    structure, group = weights.get("block_structure"), _count(weights.get("group_size"))
+    if isinstance(structure, str):  # as "128x128"
+        return [int(size) if size.isdecimal() else 0 for size in structure.split("x")]
+    return structure or ([1, group] if group and weights.get("type") == "float" else None)
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:

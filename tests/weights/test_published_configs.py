@@ -1,0 +1,134 @@
+"""What configs of quantised checkpoints say in other words is read, or refused by name; codes are never taken for
+numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from stowage import UnsupportedModelError
+from stowage.models import loading
+from stowage.planner.model import read_model
+from tests.weights import published_files as files
+from tests.weights.conftest import logits, prompt
+from tests.weights.test_published import FP8, METHODS, compressed, said, words
+
+FLOAT = "float-quantized"
+BLOCKS: Mapping[str, tuple[Mapping[str, Any], Callable[..., Any]]] = {
+    "as a text": (
+        compressed("float", 8, FLOAT, strategy="block", block_structure="128x128"),
+        files.fp8(128, 128, "weight_scale"),
+    ),
+    "of one row": (compressed("float", 8, FLOAT, strategy="group", group_size=128), files.fp8(1, 128, "weight_scale")),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_fp8_are_read_however_compressed_tensors_says_them(name: str, tmp_path: Path) -> None:
+    published, plain = files.write("llama", tmp_path, *BLOCKS[name])
+    assert said(published) == said(plain)
+    total = read_model(published).total_bytes
+    (published / "model.safetensors").unlink()
+    assert read_model(published).total_bytes == pytest.approx(total, rel=1e-2), "by the config alone"
+
+
+@pytest.mark.parametrize(
+    ("stated", "named"),
+    [
+        ({"load_in_8bit": True, "llm_int8_threshold": 6.0}, "bitsandbytes"),
+        ({"bnb_4bit_quant_type": "nf4", "load_in_4bit": True}, "bitsandbytes"),
+        ({"group_size": 64, "bits": 4}, "mlx"),
+        ({"group_size": 64, "bits": 4, "mode": "affine", "model.embed_tokens": {"bits": 8}}, "mlx"),
+        ({"group_size": 128, "bits": 4, "sym": True, "desc_act": False}, "unknown"),
+        ({}, "unknown"),
+    ],
+)
+def test_methods_that_a_config_does_not_name_are_refused_by_name(
+    stated: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    """And said by a plan."""
+    published, _ = files.write("llama", tmp_path, stated, files.gptq(32))
+    with pytest.raises(UnsupportedModelError, match=f"quantised as '{named}', which is not read: fp8"):
+        loading.load(published)
+    (note,) = read_model(published).notes
+    assert "does not run as it is" in note and f"quantised as '{named}'" in note
+
+
+def _say_nothing(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _int8(values: Tensor) -> files.Written:
+    scales = values.abs().amax(1) / 127
+    codes = (values / scales[:, None]).round().to(torch.int8)
+    return {"weight": codes, "SCB": scales * 127}, codes.float() * scales[:, None]
+
+
+def _mlx(values: Tensor) -> files.Written:
+    groups = torch.ones(len(values), values.shape[1] // 64)
+    return {"weight": torch.zeros(len(values), values.shape[1] // 8).to(torch.uint32), "scales": groups}, values
+
+
+@pytest.mark.parametrize("quantiser", [_int8, _mlx, files.fp8(128, 128, "scale")], ids=["int8", "mlx", "fp8"])
+def test_codes_are_never_taken_for_numbers(quantiser: Callable[[Tensor], files.Written], tmp_path: Path) -> None:
+    """Where a config says nothing of them, and their scales have a name of which nothing is known."""
+    published, _ = files.write("llama", tmp_path, {}, quantiser)
+    _say_nothing(published)
+    with pytest.raises(UnsupportedModelError, match=r"holds quantised weights \(model.layers.0.mlp.down_proj.weight\)"):
+        loading.load(published)
+
+
+def test_numbers_that_were_only_rounded_to_fp8_are_read(tmp_path: Path) -> None:
+    published, plain = files.write("llama", tmp_path, {}, None)
+    state = load_file(plain / "model.safetensors")
+    small = {name: tensor.to(torch.float8_e4m3fn) if "proj" in name else tensor for name, tensor in state.items()}
+    files.rewrite(published, small)
+    _say_nothing(published)
+    files.rewrite(plain, {name: tensor.to(torch.bfloat16) for name, tensor in small.items()})
+    assert torch.equal(logits(loading.load(published).model, prompt()), logits(loading.load(plain).model, prompt()))
+
+
+def test_rules_and_zero_points_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
+    """Not as if files were damaged."""
+    stated, quantiser = words("gptq", 32)
+    published, plain = files.write("llama", tmp_path / "gptq", stated, quantiser)
+    for rule in ("+:.*down_proj.*", ".*down_proj.*"):
+        files.rewrite(published, quantization_config=stated | {"dynamic": {rule: {"bits": 8, "group_size": 64}}})
+        with pytest.raises(UnsupportedModelError, match=r"in 8 bits where its rule .*down_proj.* \(dynamic\)"):
+            loading.load(published)
+    files.rewrite(published, quantization_config=stated | {"dynamic": {"-:lm_head": {}, "+:.*": {"desc_act": False}}})
+    assert torch.equal(logits(loading.load(published).model, prompt()), logits(loading.load(plain).model, prompt()))
+    family, stated, quantiser = METHODS["int4-64-zeros"]
+    published, _ = files.write(family, tmp_path / "int4", stated, quantiser)
+    state = load_file(published / "model.safetensors")
+    for name in [name for name in state if name.endswith("zero_point")]:
+        state[name] = torch.zeros(8 * state[name].shape[0], state[name].shape[1], dtype=torch.int8)
+    files.rewrite(published, state)
+    with pytest.raises(UnsupportedModelError, match=r"zero points that are not packed .*\(int8\)"):
+        loading.load(published)
+
+
+def test_scales_that_are_powers_of_two_are_read(tmp_path: Path) -> None:
+    """``scale_fmt`` ue8m0, as a type of their own."""
+    published, plain = files.write("llama", tmp_path, {**FP8, "scale_fmt": "ue8m0"}, METHODS["fp8"][2])
+    state, meant = load_file(published / "model.safetensors"), load_file(plain / "model.safetensors")
+    for name in [name for name in state if name.endswith("_scale_inv")]:
+        base, scales = name.removesuffix("_scale_inv"), torch.exp2(torch.log2(state[name]).ceil())
+        state[name] = scales.to(torch.float8_e8m0fnu)
+        codes = state[base].float()
+        whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(codes), : codes.shape[1]]
+        meant[base] = (codes * whole).to(torch.bfloat16)
+    files.rewrite(published, state)
+    files.rewrite(plain, meant)
+    assert json.loads((published / "config.json").read_text())["quantization_config"]["scale_fmt"] == "ue8m0"
+    assert said(published) == said(plain)
