@@ -6,6 +6,7 @@ and the oldest go first.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -14,14 +15,17 @@ __all__ = ["Remembered", "default_state_directory", "put_in_place"]
 
 _ENTRIES_MAX = 512
 _VALUE_MAX = 64
+_NO_HOME = "/nonexistent"
+"""Of a user that the system does not know, as in containers: nothing is remembered."""
 
 
 def default_state_directory() -> Path:
     """``$XDG_STATE_HOME/stowage``, or ``~/.local/state/stowage``: apart from cache directories, whose bytes are
     counted.
     """
-    root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(root) / "stowage"
+    home = os.path.expanduser("~")
+    usual = Path(_NO_HOME if home == "~" else home) / ".local" / "state"
+    return Path(os.environ.get("XDG_STATE_HOME") or usual) / "stowage"
 
 
 def put_in_place(path: Path, text: str) -> bool:
@@ -33,7 +37,8 @@ def put_in_place(path: Path, text: str) -> bool:
             file.write(text)
         os.replace(temporary, path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only file system refuses this too, whether the file is there or not
+            temporary.unlink(missing_ok=True)
         return False
     return True
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.errors import ConfigError, StowageError
-from stowage.models.remembered import default_state_directory
+from stowage.models.remembered import default_state_directory, put_in_place
 from stowage.planner import storage
 from stowage.planner.machine import Machine, by_format, by_number, from_json
 
@@ -141,16 +141,7 @@ def _made(directory: Path) -> Path:
 
 def _remember(machine: Machine) -> None:
     """Write the cached file atomically; where that fails, the next run measures again."""
-    path = _file_of(machine.key)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        _made(path.parent)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
-            json.dump(machine.to_json(), file)
-        os.replace(temporary, path)
-    except (OSError, ConfigError):
-        temporary.unlink(missing_ok=True)
+    put_in_place(_file_of(machine.key), json.dumps(machine.to_json()))
 
 
 def rows(machine: Machine) -> list[tuple[str, str]]:
