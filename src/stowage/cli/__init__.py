@@ -1,11 +1,14 @@
 """The ``stowage`` command. Thin: each file turns flags into one call below, and its result into text or JSON.
 
 Machine output (``--json``) and generated text go to stdout; progress, summaries and errors go to stderr. Exit status:
-0 done, 1 the check that was asked for failed (``verify``, ``doctor``, ``scrub``), 2 wrong use or a ``StowageError``,
-130 interrupted, 143 ended by SIGTERM: in order, so what is half written is removed. A second SIGTERM ends at once.
+0 done, 1 the check that was asked for failed (``verify``, ``doctor``, ``scrub``) or nobody reads stdout, 2 wrong use, a
+``StowageError`` or a full disk under stdout, 130 interrupted, 143 ended by SIGTERM: in order, so what is half written
+is removed. A second SIGTERM ends at once.
 No file here imports torch, transformers or numpy at its top, so ``--help`` answers at once.
 """
 
+import contextlib
+import errno
 import os
 import signal
 import sys
@@ -14,6 +17,7 @@ from collections.abc import Callable
 
 def run_and_exit() -> None:
     """Entry point of the ``stowage`` command: ``main``, and the end of the process."""
+    _replace_closed_streams()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _end_in_order())
     try:
@@ -23,13 +27,37 @@ def run_and_exit() -> None:
         raise
 
 
+def _replace_closed_streams() -> None:
+    """Where stdin, stdout or stderr were closed (``>&-``) nothing is read, and what is written is lost. No file of ours
+    must get their numbers: libraries write to them.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
 def main() -> None:
     """Do what ``sys.argv`` asks for. Raises SystemExit, with the status."""
     from stowage import openmp
     from stowage.cli.app import app
+    from stowage.cli.output import complain, stdout_refuses
 
     openmp.wait_briefly()
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if not stdout_refuses():
+            raise
+        if error.errno == errno.EPIPE:  # whoever closed the pipe has seen enough
+            raise SystemExit(1) from error
+        complain(f"stdout takes no more: {error.strerror}. Write the output somewhere else.")
+        raise SystemExit(2) from error
 
 
 def _end_in_order() -> Callable[[int, object], None]:
@@ -58,11 +86,11 @@ def _leave(status: object) -> None:
     if not (status is None or type(status) is int) or not all(thread.daemon for thread in others):
         return
     try:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        sys.stdout.flush()
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        sys.stdout.flush()
     except (OSError, ValueError):
         return
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
     os._exit(0 if status is None else status & 0xFF)

@@ -1,6 +1,8 @@
 """How results look: JSON for machines on stdout, text for people on stdout, everything else on stderr."""
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +27,20 @@ def print_text(text: str) -> None:
     print(text, end="", flush=True)
 
 
+def stdout_refuses() -> bool:
+    """Whether stdout takes nothing, after an error that may be its own. If so nothing is written there any more."""
+    try:
+        print(flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+        return True
+    return False
+
+
 def note(text: str) -> None:
-    """One line about what happened, for people, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """One line about what happened, for people, on stderr. What stderr does not take, on a full disk, is lost."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def complain(text: str) -> None:
