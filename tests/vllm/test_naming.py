@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 
 from stowage.core.geometry import Group, Kind
 from stowage.plugins import vllm as plugin
-from stowage.plugins.vllm.adapter import hashes_media
+from stowage.plugins.vllm.adapter import Drafts, hashes_media
 from stowage.plugins.vllm.namespace import Namespaces
 from stowage.plugins.vllm.requests import Tracked
 
@@ -24,7 +24,8 @@ GROUPS = [Group(0, Kind.FULL, 16, 2, 4096)]
 
 def request(tokens: int = 100, **more: Any) -> Any:
     fields = {"request_id": "r", "cache_salt": None, "lora_request": None, "mm_features": [], "num_preemptions": 0}
-    return SimpleNamespace(all_token_ids=list(range(tokens)), **{**fields, **more})
+    text = list(range(tokens))
+    return SimpleNamespace(all_token_ids=text, prompt_token_ids=text, **{**fields, **more})
 
 
 def adapter(directory: Path, weights: bytes, number: int = 1, *, load_inplace: bool = False) -> Any:
@@ -98,6 +99,30 @@ def test_media_are_in_the_names_of_the_chunks_from_where_they_stand(names: tuple
     assert cat[0] == dog[0] == none[0]
     for later in (1, 2):
         assert len({cat[later], dog[later], none[later]}) == 3
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_the_next_turn_of_a_streaming_session(lookahead: int) -> None:
+    """vLLM gives up the last token that it sampled, for the turn's text and pictures: those are in the names."""
+    cat = SimpleNamespace(mm_position=SimpleNamespace(offset=110), identifier="c" * 64)
+    drafts = Drafts("eagle", lookahead)
+
+    def all_keys(one: Any, known: int = 0) -> list[bytes]:
+        tracked = Tracked(one, Namespaces(ENGINE), GROUPS, drafts)
+        if known:
+            tracked.extend_keys(known)
+            one.all_token_ids[known:] = one.prompt_token_ids[known:] = range(1000, 1100)
+            one.mm_features.append(cat)
+        tracked.extend_keys(160)
+        return list(tracked.keys.of(0))
+
+    whole = request(100)
+    whole.all_token_ids = whole.prompt_token_ids = [*range(100), *range(1000, 1100)]
+    whole.mm_features = [cat]
+    session = request(101, mm_features=[])
+    session.prompt_token_ids = list(session.all_token_ids[:80])
+    assert len(all_keys(whole)) == 5
+    assert all_keys(session, 100) == all_keys(whole)
 
 
 @pytest.mark.parametrize(

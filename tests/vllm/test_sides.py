@@ -328,6 +328,21 @@ def test_a_request_that_is_aborted_while_it_loads(made: Any) -> None:
     assert here.scheduler.stats()["chunks_pinned"] == 0
 
 
+def test_nothing_is_fetched_for_a_prompt_whose_log_probabilities_are_asked_for(made: Any) -> None:
+    """vLLM computes all of it. It is stored as others are."""
+    here = made([FULL])
+    store_prompt(here, prompt(300))
+    asking = Request("second", prompt(300) + prompt(100, seed=2))
+    asking.skip_reading_prefix_cache = True
+    lookups = here.scheduler.stats()["lookups"]
+    here.scheduler.arrived(asking)
+    assert here.offer(asking) == 0
+    assert here.scheduler.stats()["lookups"] == lookups
+    here.scheduler.allocated(asking, [], 0)
+    here.compute(asking, blocks_for(400), 0, 400)
+    assert here.offer(Request("third", prompt(300) + prompt(100, seed=2))) == 384
+
+
 def test_salts_and_reset(made: Any) -> None:
     here = made([FULL])
     store_prompt(here, prompt(300))

@@ -29,6 +29,7 @@ class Request:
         self.request_id, self.all_token_ids, self.prompt_token_ids = name, tokens, tokens
         self.cache_salt, self.lora_request, self.prompt_embeds, self.mm_features = salt, None, None, []
         self.num_preemptions, self.done, self.shared_prefix_boundary = 0, False, 0
+        self.skip_reading_prefix_cache = False
 
     @property
     def num_tokens(self) -> int:

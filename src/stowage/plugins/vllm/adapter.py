@@ -34,6 +34,7 @@ __all__ = [
     "media_of",
     "parts_of_blocks",
     "rank_of_worker",
+    "reads_cache",
     "resumed",
     "say",
     "stop_at",
@@ -325,6 +326,13 @@ def tokens_of(request: Any) -> Sequence[int]:
 def uses_embeddings(request: Any) -> bool:
     """Whether the prompt is not told by its tokens."""
     return request.prompt_token_ids is None or request.prompt_embeds is not None
+
+
+def reads_cache(request: Any) -> bool:
+    """Whether vLLM takes any part of this prompt from a cache: not where all of its log-probabilities or hidden states
+    are asked for.
+    """
+    return not getattr(request, "skip_reading_prefix_cache", False)
 
 
 def stop_at(request: Any, boundary: int) -> None:

@@ -57,7 +57,8 @@ class Tracked:
         self.name: str = request.request_id
         self.drafts = drafts
         self._lookahead = drafts.lookahead if drafts is not None else 0
-        self.keys = SequenceKeys(names.of(request), groups, self._lookahead)
+        self._names, self._namespace, self._groups = names, names.of(request), groups
+        self._begin_keys()
         self.phase = Phase.NEW
         self._chunk_tokens = {group.chunk_tokens for group in groups}
         self.begin_at(0)
@@ -71,7 +72,6 @@ class Tracked:
         self.prefix = PrefixRequest()
         self.plan: PrefixPlan | None = None
         self.retention: Retention | None = None
-        self._media = names.media_of(request)
 
     @property
     def settled_tokens(self) -> int:
@@ -85,8 +85,17 @@ class Tracked:
         """So many of a prompt's tokens can be loaded at most: the last one is always computed."""
         return min(int(self.request.num_tokens) - 1, self.settled_tokens)
 
+    def _begin_keys(self) -> None:
+        self.keys = SequenceKeys(self._namespace, self._groups, self._lookahead)
+        self._media = self._names.media_of(self.request)
+        self._prompt_tokens = len(self.request.prompt_token_ids)
+
     def extend_keys(self, tokens: int) -> None:
-        """Take the request's tokens up to ``tokens`` into account."""
+        """Take the request's tokens up to ``tokens`` into account. All anew where its prompt has grown: the next turn
+        of a streaming session takes the place of the last token that was sampled, and may bring media.
+        """
+        if len(self.request.prompt_token_ids) != self._prompt_tokens:
+            self._begin_keys()
         media, self._media = self._media, []
         self.keys.extend(adapter.tokens_of(self.request), tokens, media)
 

@@ -136,7 +136,7 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """A request was queued: ask shared stores about it while it waits."""
         try:
-            if self._open and (tracked := self._track(request)) is not None:
+            if self._open and adapter.reads_cache(request) and (tracked := self._track(request)) is not None:
                 assert self._background is not None
                 with self._background.turn:
                     self._prefixes.ask(tracked)
@@ -172,13 +172,13 @@ class SchedulerSide:
         with self._background.turn:
             if tracked.phase is Phase.LOADING:  # vLLM asks before it hears that the load has ended: it will ask again
                 return None, False
-            if tracked.refused or request.num_tokens <= held + 1:
-                self._prefixes.give_back(tracked)
-                return 0, False
             if request.num_preemptions != tracked.preemptions:
                 self._prefixes.give_back(tracked)
                 tracked.restart()
             tracked.tainted = False
+            if tracked.refused or request.num_tokens <= held + 1 or not adapter.reads_cache(request):
+                self._prefixes.give_back(tracked)
+                return 0, False
             self._store.poll()  # a fetch may be due, even where nothing moves
             self._settle()
             boundary = self._prefixes.offer(tracked, held)
