@@ -16,7 +16,7 @@ from stowage.engine.prompts import PromptTooLong, characters_most
 from stowage.errors import RequestError
 from stowage.server.api_errors import ApiError
 from stowage.server.apis import completions
-from stowage.server.bridge import SHORT_BYTES, Bridge
+from stowage.server.async_engine import SHORT_BYTES, AsyncEngine
 from stowage.server.limits import Limits
 from stowage.server.memory import Reservation
 from stowage.server.served_model import ServedModel
@@ -188,13 +188,15 @@ class Waiting(Noting):
 def test_nobody_waits_until_long_prompts_of_others_are_read(engines):
     engine = engines("llama", context_tokens=4096)
     waiting = engine.prompts._tokenizer = Waiting(engine.tokenizer)
-    bridge = Bridge(EngineSupervisor(lambda: engine), ServedModel("tiny"), Limits(max_queued_requests=2, max_choices=2))
+    async_engine = AsyncEngine(
+        EngineSupervisor(lambda: engine), ServedModel("tiny"), Limits(max_queued_requests=2, max_choices=2)
+    )
     short = b'{"model": "tiny", "prompt": "ahoy"}'
     text = "ahoy " * 3000
     long = json.dumps({"model": "tiny", "prompt": text}).encode() + b" " * SHORT_BYTES
 
     def read(body: bytes):
-        return bridge.read(completions.read, body, Reservation(bridge.memory, "anybody"))
+        return async_engine.read(completions.read, body, Reservation(async_engine.memory, "anybody"))
 
     async def ask() -> None:
         slow = [asyncio.create_task(read(long)) for _ in range(3)]
@@ -202,18 +204,18 @@ def test_nobody_waits_until_long_prompts_of_others_are_read(engines):
         for _ in range(5):
             assert (await asyncio.wait_for(read(short), 60)).prompts
         assert not any(task.done() for task in slow)
-        more = [asyncio.create_task(read(long)) for _ in range(bridge.max_choices)]
+        more = [asyncio.create_task(read(long)) for _ in range(async_engine.max_choices)]
         await asyncio.sleep(0)
-        assert bridge.choices_open == bridge.max_choices
+        assert async_engine.choices_open == async_engine.max_choices
         with pytest.raises(ApiError) as caught:
             await read(short)
         assert caught.value.status == 429
         waiting.released.set()
         refused = await asyncio.gather(*slow, *more, return_exceptions=True)
-        assert {type(error) for error in refused} == {ApiError} and bridge.choices_open == 0
+        assert {type(error) for error in refused} == {ApiError} and async_engine.choices_open == 0
 
     try:
         asyncio.run(ask())
     finally:
         waiting.released.set()
-        bridge.close()
+        async_engine.close()

@@ -16,7 +16,7 @@ import pytest
 from stowage.errors import ConfigError
 from stowage.server.api_errors import ApiError
 from stowage.server.apis import completions
-from stowage.server.bridge import Bridge
+from stowage.server.async_engine import AsyncEngine
 from stowage.server.fair_queue import FairQueue
 from stowage.server.limits import Limits
 from stowage.server.memory import SMALL_BYTES, RequestMemory, Reservation, bytes_to_read
@@ -187,25 +187,27 @@ def test_processor_time_of_a_client() -> None:
 def test_an_answer_that_nobody_takes_ends_and_others_go_on(engine) -> None:
     """The one that holds most: a client that asks for many log-probabilities, and reads nothing."""
     limits = Limits(max_body_size=1024, request_memory="1MiB")
-    bridge = Bridge(EngineSupervisor(lambda: engine), ServedModel("tiny"), limits)
+    async_engine = AsyncEngine(EngineSupervisor(lambda: engine), ServedModel("tiny"), limits)
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
     async def ask() -> None:
-        holds = [Reservation(bridge.memory, "slow"), Reservation(bridge.memory, "good")]
+        holds = [Reservation(async_engine.memory, "slow"), Reservation(async_engine.memory, "good")]
         bodies = [json.dumps(asked | {"logprobs": 20}).encode(), json.dumps(asked | {"max_tokens": 600}).encode()]
         asks = [
-            await bridge.read(completions.read, body, reservation)
+            await async_engine.read(completions.read, body, reservation)
             for body, reservation in zip(bodies, holds, strict=True)
         ]
-        slow, good = [await bridge.open(one, b"", reservation) for one, reservation in zip(asks, holds, strict=True)]
+        slow, good = [
+            await async_engine.open(one, b"", reservation) for one, reservation in zip(asks, holds, strict=True)
+        ]
         tokens, peak = 0, 0
         async for _, delta in good.pieces():
             tokens += len(delta.token_ids)
-            peak = max(peak, bridge.memory.held_bytes)
+            peak = max(peak, async_engine.memory.held_bytes)
         assert tokens == 600
         until_s = time.monotonic() + 60
-        while slow.reservation.bytes and bridge.choices_open > 1 and time.monotonic() < until_s:
-            peak = max(peak, bridge.memory.held_bytes)
+        while slow.reservation.bytes and async_engine.choices_open > 1 and time.monotonic() < until_s:
+            peak = max(peak, async_engine.memory.held_bytes)
             await asyncio.sleep(0.001)
         assert peak <= MiB + 64_000, "no more than some pieces above it"
         with pytest.raises(ApiError) as caught:
@@ -215,12 +217,12 @@ def test_an_answer_that_nobody_takes_ends_and_others_go_on(engine) -> None:
         good.close()
         for reservation in holds:
             reservation.close()
-        assert bridge.memory.held_bytes == 0 and bridge.choices_open == 0
+        assert async_engine.memory.held_bytes == 0 and async_engine.choices_open == 0
 
     try:
         asyncio.run(ask())
     finally:
-        bridge.close()
+        async_engine.close()
     assert engine.alive
 
 

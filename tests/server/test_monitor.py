@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from stowage.engine.engine import Engine, Progress
+from stowage.server.async_engine import AsyncEngine
 from stowage.server.auth import Tenant
-from stowage.server.bridge import Bridge
-from stowage.server.counts import Counts
 from stowage.server.limits import Limits
+from stowage.server.metrics import ServerMetrics
 from stowage.server.middleware import RequestContext
 from stowage.server.monitor import EVERY_S, KEPT_S, History, Monitor
 from stowage.server.request_history import KEPT_MAX, SHOWN_MAX, RequestHistory
@@ -70,20 +70,20 @@ def test_the_journal_is_bounded() -> None:
 
 
 @pytest.fixture
-def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Bridge, Engine]]:
+def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AsyncEngine, Engine]]:
     monkeypatch.setattr("stowage.server.monitor._PATIENCE_S", 0.05)
-    bridge = Bridge(EngineSupervisor(lambda: engine), ServedModel("tiny"), Limits())
-    yield bridge, engine
-    bridge.close()
+    async_engine = AsyncEngine(EngineSupervisor(lambda: engine), ServedModel("tiny"), Limits())
+    yield async_engine, engine
+    async_engine.close()
 
 
-def test_a_busy_engine_keeps_nobody_waiting(watched: tuple[Bridge, Engine]) -> None:
+def test_a_busy_engine_keeps_nobody_waiting(watched: tuple[AsyncEngine, Engine]) -> None:
     """A step may take long. Meanwhile the last picture is shown, with its age; and one look serves all who ask."""
-    bridge, engine = watched
+    async_engine, engine = watched
     looks = []
 
     async def scene() -> None:
-        watch = Monitor(bridge, Counts())
+        watch = Monitor(async_engine, ServerMetrics())
         fresh = await watch.state(Tenant(), 0)
         assert fresh["server"]["age_s"] < 30
         monkeypatched = engine.stats

@@ -10,7 +10,7 @@ from stowage.engine.engine import Engine
 from stowage.errors import RequestError
 from stowage.server.tools.formats import FORMATS
 from stowage.server.tools.grammar import enforced
-from stowage.server.tools.offer import Tool, offered
+from stowage.server.tools.request_tools import Tool, checked_tools
 
 TRIP = {
     "type": "object",
@@ -48,8 +48,8 @@ def test_arguments_between_tags_are_enforced(name: str, schema: dict[str, Any], 
     """What templates write is what the grammar takes, whole; values that are not of the schema it does not take."""
     form = FORMATS[name]
     assert form.tags is not None
-    offer = offered((Tool("trip", "", schema, strict=False, where="tools[0]"),), "required", "", parallel=True)
-    wanted = enforced(form, offer, None, engine.grammars, None)
+    tools = checked_tools((Tool("trip", "", schema, strict=False, where="tools[0]"),), "required", "", parallel=True)
+    wanted = enforced(form, tools, None, engine.grammars, None)
     assert wanted is not None
 
     def call(**values: str) -> str:
@@ -78,8 +78,8 @@ def test_arguments_that_other_parts_of_a_schema_name(engine: Engine) -> None:
     """They were forbidden where the schema has `properties` too, so that such a tool was refused."""
     more = {"properties": {"nights": {"type": "integer"}}, "required": ["nights"]}
     schema = {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"], "allOf": [more]}
-    offer = offered((Tool("trip", "", schema, strict=False, where="tools[0]"),), "required", "", parallel=True)
-    wanted = enforced(FORMATS["hermes"], offer, None, engine.grammars, None)
+    tools = checked_tools((Tool("trip", "", schema, strict=False, where="tools[0]"),), "required", "", parallel=True)
+    wanted = enforced(FORMATS["hermes"], tools, None, engine.grammars, None)
     assert wanted is not None
     call = '<tool_call>\n{"name": "trip", "arguments": {"nights": 2, "to": "Rome"}}\n</tool_call>'
     state = engine.grammars.begin(wanted)

@@ -79,7 +79,7 @@ def test_what_was_unpacked_leaves_the_caches_before_the_disk_fills_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone: list[int] = []
-    monkeypatch.setattr("stowage.storage.disk.loader.leave_caches", lambda memory: gone.append(memory.nbytes))
+    monkeypatch.setattr("stowage.storage.disk.loader.flush_from_caches", lambda memory: gone.append(memory.nbytes))
     with Client(tmp_path / "c", compression="on", segment_bytes=16 * MIB) as client:
         assert client.store(KEYS, LENGTHS).ok.all() and client.load(KEYS, LENGTHS).ok.all()
         found = client.tier._index.find(KEYS)

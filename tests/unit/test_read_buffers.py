@@ -74,16 +74,16 @@ def test_where_there_is_no_memory_nothing_counts_as_held(monkeypatch: pytest.Mon
 def test_what_leaves_the_caches_keeps_its_bytes(first: int, after: int) -> None:
     raw = bytes(range(256)) * (BUFFER_BYTES // 256)
     memory = memoryview(bytearray(raw))
-    read_buffers.leave_caches(memory[first:after])
+    read_buffers.flush_from_caches(memory[first:after])
     assert bytes(memory) == raw
 
 
 @pytest.mark.skipif(not is_wanted(), reason="no compiled code")
 def test_only_memory_that_may_be_written_leaves_the_caches() -> None:
     with pytest.raises(BufferError):
-        read_buffers.leave_caches(memoryview(b"constant"))
+        read_buffers.flush_from_caches(memoryview(b"constant"))
 
 
 def test_without_compiled_code_nothing_leaves_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_buffers, "is_wanted", lambda: False)
-    read_buffers.leave_caches(memoryview(b"constant"))
+    read_buffers.flush_from_caches(memoryview(b"constant"))

@@ -67,7 +67,7 @@ PLACEMENTS = {
 
 @pytest.fixture(params=mostly_rare(PLACEMENTS, ["mixed", "experts"]))
 def placed(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> Iterator[tuple[str, Any]]:
-    """The name of a family, and a model of it whose weights come and go."""
+    """The name of a family, and a model of it with offloaded weights."""
     family, rules = PLACEMENTS[request.param]
     model = stowage.offload(checkpoints(family), weights=rules, host_memory="1GiB")
     yield family, model
@@ -133,7 +133,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 
 
 def assert_cached_one_by_one(model: Any, whole: Any) -> None:
-    """Experts of ``model`` come and go as they are published, and it answers as ``whole``. Closes it."""
+    """Experts of ``model`` are cached in their published format, and it answers as ``whole``. Closes it."""
     assert model.stowage.placement.cached
     for ids in (prompt(), prompt(1, 1), prompt(2, 2), prompt(1, 4)):
         assert torch.equal(logits(model, ids), logits(whole, ids))

@@ -1,4 +1,4 @@
-"""Experts that come and go change no answer, take no more memory than their cache, and are never computed with while
+"""Cached experts change no answer, take no more memory than their cache, and are never computed with while
 they are offloaded.
 """
 

@@ -1,4 +1,4 @@
-"""Weights that come and go are multiplied as those that stay, and none of them gets gradients."""
+"""Offloaded weights are multiplied as those that stay, and none of them gets gradients."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_every_placement_answers_in_half_precision_as_plain_transformers(
         seen.update(moved.deliveries)
         if budget.get("weights", "").startswith("*="):
             offloaded = moved.nbytes(*(set(Delivery) - {Delivery.RESIDENT}))
-            assert offloaded > total // 2, "most of it comes and goes"
+            assert offloaded > total // 2, "most of it is offloaded"
         model.stowage.check()
         model.stowage.close()
     assert seen >= {Delivery.STREAM, Delivery.PREFETCH, Delivery.MAPPED}

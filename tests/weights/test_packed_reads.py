@@ -225,7 +225,7 @@ def test_what_is_given_up_is_written_to_no_more(
     for _, into in asked:
         into[:] = bytes(len(into))
     ticket.wait(WAIT_S)
-    with pytest.raises(StorageError, match="given up"):
+    with pytest.raises(StorageError, match="cancelled"):
         ticket.raise_error()
     again, into = whole(packed[0], "w3")
     after = readers.start([again])

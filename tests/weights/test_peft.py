@@ -1,4 +1,4 @@
-"""What PEFT does to a model whose weights come and go: the same as to one in memory, to the bit, or refused in words,
+"""What PEFT does to a model with offloaded weights: the same as to one in memory, to the bit, or refused in words,
 and then nothing has changed.
 """
 

@@ -1,4 +1,4 @@
-"""A seeded scheduler over the steps of turns and ring: one thread runs at a time, and who is next after each line of
+"""A seeded scheduler over the steps of lock and ring: one thread runs at a time, and who is next after each line of
 theirs is drawn. So each order of events can be played again, and races that are planted are found.
 """
 
@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 import stowage
-from stowage.weights import passes as passes_module
-from stowage.weights import prefetcher, ring, turn
-from stowage.weights.passes import Passes
+from stowage.weights import forward_lock, forward_passes, prefetcher, ring
+from stowage.weights.forward_lock import Claim, ForwardLock
+from stowage.weights.forward_passes import ForwardPasses
 from stowage.weights.reader import Read, Stall, Ticket
 from stowage.weights.ring import Ring
 
 UNITS, SLOTS, SLOT_BYTES, PIECES = 4, 2, 4096, 4
 SEEDS = range(15)
 STEPS_MAX = 60_000
-TRACED = frozenset(str(Path(str(module.__file__))) for module in (passes_module, prefetcher, ring, turn))
+TRACED = frozenset(str(Path(str(module.__file__))) for module in (forward_lock, forward_passes, prefetcher, ring))
 
 
 class Interrupted(BaseException):
@@ -151,15 +151,15 @@ class Called:
 
 
 class Model:
-    """Units that want their own bytes, and whatever else a forward of a model does with turns and ring."""
+    """Units that want their own bytes, and whatever else a forward of a model does with lock and ring."""
 
     def __init__(self, world: World, drains: bool = True, early: bool = False) -> None:
         self.world, self._drains = world, drains
         self.ring = Ring(UNITS, SLOTS, SLOT_BYTES, self._reads, world, 60.0)  # type: ignore[arg-type]
-        self.passes = Passes(self)
+        self.passes = ForwardPasses(self)
         self._slots: dict[int, memoryview] = {}
         self._hooks = [self.passes.hooks(*self._of(unit, early)) for unit in range(UNITS)]
-        self.forward = self.passes.around(self._forward, lambda _given: None)
+        self.forward = self.passes.wrap(self._forward, lambda _given: None)
 
     def _of(self, unit: int, early: bool) -> tuple[Callable[[Any, Any], None], Callable[[], None]]:
         def bring(_args: Any, _kwargs: Any) -> None:
@@ -187,7 +187,7 @@ class Model:
                 after(None, (), {}, output)
         return right
 
-    def settle(self, *, forked: bool) -> None:
+    def recover(self, *, forked: bool) -> None:
         if self._drains:
             self.world.drain()
         self.ring.reset()
@@ -223,14 +223,14 @@ def played(seed: int, interrupting: bool, **planted: bool) -> list[str]:
     """What went wrong when three threads computed, and then one of them by itself."""
     world = World(seed, interrupting)
     with pytest.MonkeyPatch.context() as patched:
-        own = turn.Claim.__init__
+        own = Claim.__init__
 
-        def claim(self: turn.Claim, frame: FrameType) -> None:
+        def claim(self: Claim, frame: FrameType) -> None:
             own(self, frame)
-            self.called = Called(world)  # type: ignore[assignment]
-            self.called.acquire()
+            self.wakeup = Called(world)  # type: ignore[assignment]
+            self.wakeup.acquire()
 
-        patched.setattr(turn.Claim, "__init__", claim)
+        patched.setattr(Claim, "__init__", claim)
         model = Model(world, **planted)
         world.run([model.job] * 3)
         if not world.faults:
@@ -255,12 +255,12 @@ def nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def first_in_line(own: Any) -> Any:
-    def give_back(self: turn.Turn, claim: turn.Claim) -> None:
-        """Of whoever has the turn."""
+    def release(self: ForwardLock, claim: Claim) -> None:
+        """Releases the lock of whichever claim holds it."""
         for first in list(self._line)[:1]:
             own(self, first)
 
-    return give_back
+    return release
 
 
 def kept(self: Ring, unit: int) -> None:
@@ -269,9 +269,9 @@ def kept(self: Ring, unit: int) -> None:
         self.start()
 
 
-def unsettled(own: Any) -> Any:
-    def enter(self: Passes, frame: FrameType) -> Any:
-        self._unsettled = self._changing = False
+def needs_recovery(own: Any) -> Any:
+    def enter(self: ForwardPasses, frame: FrameType) -> Any:
+        self._needs_recovery = self._changing = False
         self._shown = 0
         return own(self, frame)
 
@@ -279,16 +279,16 @@ def unsettled(own: Any) -> Any:
 
 
 PLANTED: dict[str, tuple[bool, dict[str, bool], Callable[[pytest.MonkeyPatch], None]]] = {
-    "nobody waits for a turn": (False, {}, lambda p: p.setattr(turn.Turn, "_wait", nothing)),
+    "no forward waits for the lock": (False, {}, lambda p: p.setattr(ForwardLock, "_wait", nothing)),
     "a slot is given back while a module computes": (False, {"early": True}, nothing),
     "a slot is taken before it is full": (False, {}, lambda p: p.setattr(Stall, "wait", nothing)),
     "a slot is free and lent": (False, {}, lambda p: p.setattr(Ring, "give_back", kept)),
     "who was reading goes on after a reset": (True, {"drains": False}, nothing),
-    "nothing is settled after an interrupt": (
-        True, {}, lambda p: p.setattr(Passes, "_enter", unsettled(Passes._enter))
+    "nothing recovers after an interrupt": (
+        True, {}, lambda p: p.setattr(ForwardPasses, "_enter", needs_recovery(ForwardPasses._enter))
     ),
-    "a turn is given back by another": (
-        True, {}, lambda p: p.setattr(turn.Turn, "give_back", first_in_line(turn.Turn.give_back))
+    "the lock is released by another": (
+        True, {}, lambda p: p.setattr(ForwardLock, "release", first_in_line(ForwardLock.release))
     ),
 }  # fmt: skip
 

@@ -321,9 +321,9 @@ def test_compiled_and_exported_models_are_right_or_refused(placed: tuple[str, An
     expected = logits(plain(family), prompt())
     assert torch.equal(logits(torch.compile(model, backend="eager"), prompt()), expected)
     torch._dynamo.reset()  # else it runs what the line above compiled
-    with torch.no_grad(), pytest.raises(Exception, match=r"weights that come and go|is offloaded"):
+    with torch.no_grad(), pytest.raises(Exception, match=r"offloaded weights|is offloaded"):
         torch.compile(model, fullgraph=True, backend="eager")(input_ids=prompt(), use_cache=False)
-    with torch.no_grad(), pytest.raises(Exception, match=r"weights that come and go|is offloaded"):
+    with torch.no_grad(), pytest.raises(Exception, match=r"offloaded weights|is offloaded"):
         torch.export.export(model, (), {"input_ids": prompt(), "use_cache": False}, strict=False)
     assert torch.equal(logits(model, prompt()), expected)
     model.stowage.check()

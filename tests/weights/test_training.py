@@ -1,4 +1,4 @@
-"""What is added to a model whose weights come and go is trained as with all of them in memory: to the bit."""
+"""What is added to a model with offloaded weights is trained as with all of them in memory: to the bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Buffers that packed bytes are read into until they are unpacked. Their limits say how far reading runs ahead.
 
 In a virtual machine a disk fills memory more slowly while that memory's cache lines are held by a core other than the
-one that serves the disk: 1.6 instead of 2.5 GB/s (docs/benchmarks.md, "Lossless compression"). So ``leave_caches``
+one that serves the disk: 1.6 instead of 2.5 GB/s (docs/benchmarks.md, "Lossless compression"). So ``flush_from_caches``
 flushes what the disk tier has unpacked. Streamed weights gained nothing from it.
 """
 
@@ -12,7 +12,7 @@ from typing import Final
 from stowage.native import extension, is_wanted
 from stowage.native.memory import pages
 
-__all__ = ["ReadBuffers", "leave_caches"]
+__all__ = ["ReadBuffers", "flush_from_caches"]
 
 IN_FLIGHT_BYTES_MAX: Final = 9 << 20
 """Packed bytes that reads are under way for: three runs. A disk that reports several reads together idles after each
@@ -63,9 +63,9 @@ class ReadBuffers:
         assert 0 <= self._in_flight_bytes <= self._held_bytes
 
 
-def leave_caches(memory: memoryview) -> None:
+def flush_from_caches(memory: memoryview) -> None:
     """Flush the memory's cache lines: no processor reads it soon, and a device writes to it next. Releases the
     interpreter's lock. Does nothing without compiled code, or where the processor has no ``clflushopt``.
     """
     if is_wanted():
-        extension.leave_caches(memory)
+        extension.flush_from_caches(memory)

@@ -3,7 +3,7 @@
     y = x W^T  +  ((x A^T) B^T) * scale        A [rank, inputs], B [outputs, rank], in float32 as PEFT computes
 
 Owns what of PEFT's configuration is understood: everything else that is set is refused, because it would change what
-the adapter means. A and B are no parameters of the model: its weights may come and go, and stay what they are. Nothing
+the adapter means. A and B are no parameters of the model: its weights may be offloaded, and do not change. Nothing
 is merged, so one model has any number of adapters, and without one it answers as it always did.
 """
 

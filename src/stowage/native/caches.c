@@ -25,7 +25,7 @@ static void flush(char *at, char *end) { (void)at, (void)end; }
 
 static int can;
 
-static PyObject *leave_caches(PyObject *Py_UNUSED(self), PyObject *memory) {
+static PyObject *flush_from_caches(PyObject *Py_UNUSED(self), PyObject *memory) {
     Py_buffer lines;
     if (PyObject_GetBuffer(memory, &lines, PyBUF_WRITABLE) != 0)
         return NULL;
@@ -39,7 +39,7 @@ static PyObject *leave_caches(PyObject *Py_UNUSED(self), PyObject *memory) {
 }
 
 static PyMethodDef methods[] = {
-    {"leave_caches", leave_caches, METH_O, "Bytes stay, in memory alone. False: this processor has no such instruction."},
+    {"flush_from_caches", flush_from_caches, METH_O, "Flush cache lines. False: this processor has no such instruction."},
     {NULL, NULL, 0, NULL},
 };
 

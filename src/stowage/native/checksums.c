@@ -1,7 +1,7 @@
-/* Checksums: what is done for many payloads at a time, in one call; see storage/format/batch.py.
+/* Checksums of many payloads in one call; see storage/format/batch.py.
 
-   The hash is that of the package xxhash: its library is opened here, and its functions are called as its public header
-   declares them (stable since 0.8.0). Whoever connects compares with the package's own answers before the first use. */
+   The hash is computed by the library in the package xxhash, which is opened here; its functions are called as its
+   public header declares them (stable since 0.8.0). batch.py compares them with the package before the first use. */
 
 #include "binding.h"
 
@@ -45,7 +45,7 @@ static inline void put_big_endian(uint8_t *target, uint64_t number) {
         target[at] = (uint8_t)number;
 }
 
-/* What a call works on. `taken`: so many of the payloads are to be released. */
+/* What a call works on. `taken`: how many payload buffers are to be released. */
 typedef struct {
     Py_buffer fields, digests, *payloads;
     Py_ssize_t taken;

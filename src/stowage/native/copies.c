@@ -1,8 +1,7 @@
-/* Copies: many runs of bytes from one memory to another, in one call; see transfer/cpu.py.
+/* Copies many runs of bytes from one memory to another in one call; see transfer/cpu.py.
 
-   The interpreter's lock is given up, and long work is shared with helpers that take pieces off it as the caller does.
-   The caller waits for pieces that were taken and for no helper: one that is not given a core in time finds nothing to
-   do, whenever that is. */
+   Releases the interpreter's lock. Long work is cut into pieces, which helper threads take as the caller does. The
+   caller waits for the pieces that were taken, not for helpers: one that gets no core in time finds no piece left. */
 
 #include "binding.h"
 
@@ -11,14 +10,14 @@
 #include <string.h>
 
 #define PIECE_BYTES (512 << 10)       /* what a thread takes at a time, at least */
-#define HELPED_BYTES (4 << 20)        /* a helper is worth its start for so many bytes */
+#define HELPED_BYTES (4 << 20)        /* from so many bytes on a helper is worth starting */
 #define HELPERS_MAX 15
 #define STACK_BYTES (256 << 10)
 
 typedef struct {
     const char *source;
     char *target;
-    const int64_t *from, *to, *bytes; /* of the runs; the caller's, gone when all has been taken */
+    const int64_t *from, *to, *bytes; /* of the runs; the caller frees them when all is taken */
     Py_ssize_t count;
 } Runs;
 

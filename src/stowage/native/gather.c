@@ -1,18 +1,18 @@
-/* What lies scattered: Python's objects are small, and those of one list are seldom neighbours in memory. A loop over
-   them waits for each; here the next ones are on their way while one is read. See core/gather.py. */
+/* Reads values of many Python objects. These are small, and those of one list are seldom neighbours in memory, so a
+   loop over them waits for each; here the next ones are prefetched while one is read. See core/gather.py. */
 
 #include "binding.h"
 
 #include <structmember.h>
 
-enum { AHEAD = 16 }; /* objects: about as many as a processor has under way */
+enum { AHEAD = 16 }; /* objects: about as many loads as a processor has in flight */
 
 static inline void fetch_first(PyObject *const *items, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count && i < AHEAD; i++)
         FETCH(items[i]);
 }
 
-/* The list and the range of a call. The items from `begin` on, `*count` of them; NULL: an exception is set. */
+/* Parses a call's list and range. Returns the items from `begin` on, `*count` of them; NULL: an exception is set. */
 static PyObject **range_of(PyObject *const *arguments, Py_ssize_t *count) {
     if (!is_list("items", arguments[0]))
         return NULL;
@@ -67,7 +67,7 @@ static PyObject *attributes(PyObject *Py_UNUSED(self), PyObject *const *argument
         return NULL;
     fetch_first(items, count);
     for (Py_ssize_t i = 0; i < count; i++) {
-        /* An attribute may be computed by anything, which may change the list. */
+        /* Reading an attribute may run any Python code, which may change the list. */
         items = range_of(arguments, &given);
         PyObject *value = NULL;
         if (items != NULL && given == count) {
@@ -86,7 +86,7 @@ static PyObject *attributes(PyObject *Py_UNUSED(self), PyObject *const *argument
     return found;
 }
 
-/* Where objects of a type have what this attribute of theirs is; -1: it is not simply there, and has to be asked for. */
+/* The offset of the attribute's slot in objects of a type; -1: it has none, and is read through Python. */
 static Py_ssize_t offset_of(PyTypeObject *type, PyObject *name) {
     PyObject *found = type->tp_getattro == PyObject_GenericGetAttr ? PyObject_GetAttr((PyObject *)type, name) : NULL;
     Py_ssize_t offset = -1;
@@ -99,8 +99,8 @@ static Py_ssize_t offset_of(PyTypeObject *type, PyObject *name) {
     return offset;
 }
 
-/* The rows' numbers, which are objects: each row's are added to `found`, or its index to `missing`. The objects are all
-   of one type, and nothing of Python's is run, so no list can change. 1: they are not such; -1: an exception is set. */
+/* Adds each row's numbers to `found`, or its index to `missing`. All items must be of one type with a slot: then no
+   Python code runs, so no list can change. Returns 1 if they are not; -1: an exception is set. */
 static int read_rows(PyObject *const **rows, Py_ssize_t count, Py_ssize_t width, PyObject *name, PyObject *without,
                      PyObject *found, PyObject *missing) {
     PyTypeObject *type = NULL;
@@ -142,7 +142,7 @@ static int read_rows(PyObject *const **rows, Py_ssize_t count, Py_ssize_t width,
     return 0;
 }
 
-/* Where each row begins in its list; NULL where it does not end in it. */
+/* Where each row begins in its list; NULL where the list is too short for it. */
 static int find_rows_of(PyObject *lists, PyObject *begins, Py_ssize_t width, PyObject *const **rows) {
     Py_ssize_t count = PyList_GET_SIZE(lists);
     for (Py_ssize_t i = 0; i < count; i++)

@@ -33,22 +33,24 @@ from stowage.server.apis import (
 )
 from stowage.server.apis.answer import Answer, Scores
 from stowage.server.apis.generation_request import GenerationRequest
+from stowage.server.async_engine import AsyncEngine, Exchange, Read
 from stowage.server.auth import ApiKeys
 from stowage.server.body_reader import BodyReader, took_too_long
-from stowage.server.bridge import Bridge, Exchange, Read
-from stowage.server.counts import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Counts, tasks
 from stowage.server.embedding import EMBEDDINGS, Embedding, described
 from stowage.server.limits import Limits
 from stowage.server.memory import Reservation, bytes_asked, bytes_encoded, bytes_to_read, entries
+from stowage.server.metrics import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ServerMetrics, tasks
 from stowage.server.middleware import CONTEXT, PAGE, STATE, Middleware, RequestContext
 from stowage.server.monitor import Monitor
 from stowage.server.request_history import RequestHistory
 from stowage.server.stream import DONE, EventStream, encoded, send_json, while_connected, with_keep_alive
 
 
-def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: Monitor, host: str | None) -> ASGIApp:
+def build(
+    async_engine: AsyncEngine, keys: ApiKeys, limits: Limits, metrics: ServerMetrics, watch: Monitor, host: str | None
+) -> ASGIApp:
     """The application. `host` is the name that the server listens under; None: any `Host` header is accepted."""
-    plain = Plain(bridge, counts)
+    plain = Plain(async_engine, metrics)
     dashboard = Dashboard(watch)
     body_reader, request_history = BodyReader(limits), watch.request_history
     routes = [
@@ -61,33 +63,39 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
         Route("/v1/models", plain.models),
         Route("/v1/models/{model:path}", plain.model),
         *(
-            Route(route, Generation(api, bridge, limits, counts, body_reader, request_history), methods=["POST"])
+            Route(route, Generation(api, async_engine, limits, metrics, body_reader, request_history), methods=["POST"])
             for route, api in APIS
         ),
     ]
-    routes += [Route(path, Lookup(read, bridge, limits, body_reader), methods=["POST"]) for path, read in LOOKUPS]
-    embedding = bridge.served.embedding
+    routes += [Route(path, Lookup(read, async_engine, limits, body_reader), methods=["POST"]) for path, read in LOOKUPS]
+    embedding = async_engine.served.embedding
     if embedding is not None:
         routes.insert(
-            0, Route(EMBEDDINGS, Embedding(embedding, plain.names, bridge.memory, limits, counts), methods=["POST"])
+            0,
+            Route(
+                EMBEDDINGS, Embedding(embedding, plain.names, async_engine.memory, limits, metrics), methods=["POST"]
+            ),
         )
     loop = asyncio.get_running_loop()
-    counts.watch(
-        bridge.stats,
-        choices_open=("choices that are served or wait", lambda: bridge.choices_open),
-        choices_limit=("choices that may be open together", lambda: bridge.max_choices),
-        request_memory_bytes=("held for requests: bodies, their reading, answers", lambda: bridge.memory.held_bytes),
-        request_memory_limit_bytes=("that may be held for requests", lambda: bridge.memory.limit_bytes),
-        request_memory_refused=("requests that were refused for lack of it", lambda: bridge.memory.refused),
-        engine_reopened=("times the engine was opened again after a failure", lambda: bridge.supervisor.reopened),
+    metrics.watch(
+        async_engine.stats,
+        choices_open=("choices that are served or wait", lambda: async_engine.choices_open),
+        choices_limit=("choices that may be open together", lambda: async_engine.max_choices),
+        request_memory_bytes=(
+            "held for requests: bodies, their reading, answers",
+            lambda: async_engine.memory.held_bytes,
+        ),
+        request_memory_limit_bytes=("that may be held for requests", lambda: async_engine.memory.limit_bytes),
+        request_memory_refused=("requests that were refused for lack of it", lambda: async_engine.memory.refused),
+        engine_reopened=("times the engine was opened again after a failure", lambda: async_engine.supervisor.reopened),
         server_tasks=("tasks of the server's event loop", tasks(loop)),
     )
     router = Router(routes, redirect_slashes=False)
-    front = Middleware(router, keys, counts, [route.path for route in routes], host)
-    if not bridge.served.allowed_origins:
+    front = Middleware(router, keys, metrics, [route.path for route in routes], host)
+    if not async_engine.served.allowed_origins:
         return front
     methods, shown = ("GET", "POST"), ("x-request-id", "retry-after")
-    origins = bridge.served.allowed_origins
+    origins = async_engine.served.allowed_origins
     return CORSMiddleware(
         front, allow_origins=origins, allow_methods=methods, allow_headers=("*",), expose_headers=shown
     )
@@ -96,14 +104,14 @@ def build(bridge: Bridge, keys: ApiKeys, limits: Limits, counts: Counts, watch: 
 class Plain:
     """Routes that generate nothing."""
 
-    def __init__(self, bridge: Bridge, counts: Counts) -> None:
-        self._bridge = bridge
-        self._counts = counts
+    def __init__(self, async_engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        self._async_engine = async_engine
+        self._metrics = metrics
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
         """200 while requests are accepted."""
-        status, reopened = self._bridge.status, self._bridge.supervisor.reopened
+        status, reopened = self._async_engine.status, self._async_engine.supervisor.reopened
         told = {"status": status} | ({"reopened": reopened} if reopened else {})
         return JSONResponse(told, 200 if status == "ok" else 503)
 
@@ -111,10 +119,12 @@ class Plain:
         return JSONResponse({"version": __version__})
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi.described(self._bridge.name))
+        return JSONResponse(openapi.described(self._async_engine.name))
 
     async def metrics(self, request: Request) -> Response:
-        return Response(await self._bridge.look(self._counts.text), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(
+            await self._async_engine.look(self._metrics.text), headers={"content-type": CONTENT_TYPE_LATEST}
+        )
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described(name) for name in self._listed]})
@@ -127,24 +137,24 @@ class Plain:
 
     def names(self) -> tuple[str, ...]:
         """The names of the models that generate: the base model and its adapters."""
-        return (self._bridge.name, *self._bridge.engine.adapter_names)
+        return (self._async_engine.name, *self._async_engine.engine.adapter_names)
 
     @property
     def _listed(self) -> tuple[str, ...]:
-        embedding = self._bridge.served.embedding
+        embedding = self._async_engine.served.embedding
         return (*self.names(), *([] if embedding is None else [embedding.name]))
 
     def _described(self, name: str) -> dict[str, Any]:
-        embedding = self._bridge.served.embedding
+        embedding = self._async_engine.served.embedding
         if embedding is not None and name == embedding.name:
             return described(embedding, self._created)
         return {
             "id": name,
-            **({} if name == self._bridge.name else {"parent": self._bridge.name}),
+            **({} if name == self._async_engine.name else {"parent": self._async_engine.name}),
             "object": "model",
             "created": self._created,
             "owned_by": "stowage",
-            "max_model_len": self._bridge.tokens_max,
+            "max_model_len": self._async_engine.tokens_max,
         }
 
 
@@ -204,28 +214,28 @@ class Generation:
     def __init__(
         self,
         api: Api,
-        bridge: Bridge,
+        async_engine: AsyncEngine,
         limits: Limits,
-        counts: Counts,
+        metrics: ServerMetrics,
         body_reader: BodyReader,
         request_history: RequestHistory,
     ) -> None:
         self._api = api
-        self._bridge = bridge
+        self._async_engine = async_engine
         self._limits = limits
-        self._counts = counts
+        self._metrics = metrics
         self._body_reader = body_reader
         self._request_history = request_history
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context: RequestContext = scope[CONTEXT]
-        self._bridge.refuse_if_full()
-        reservation = Reservation(self._bridge.memory, context.client)
+        self._async_engine.refuse_if_full()
+        reservation = Reservation(self._async_engine.memory, context.client)
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):
                 body = await self._body_reader.read(Request(scope, receive), reservation)
                 reservation.take(bytes_to_read(body))
-                request = await while_connected(receive, self._bridge.read(self._api.read, body, reservation))
+                request = await while_connected(receive, self._async_engine.read(self._api.read, body, reservation))
                 del body
                 reservation.shrink(bytes_asked(request))
                 await while_connected(receive, self._serve(request, context, send, reservation))
@@ -237,8 +247,8 @@ class Generation:
     async def _serve(
         self, request: GenerationRequest, context: RequestContext, send: Send, reservation: Reservation
     ) -> None:
-        self._counts.asked(context.route, request)
-        exchange = await self._bridge.open(request, context.tenant.salt(request.cache_salt), reservation)
+        self._metrics.observe_prompts(context.route, request)
+        exchange = await self._async_engine.open(request, context.tenant.salt(request.cache_salt), reservation)
         self._request_history.begin(context, exchange)
         try:
             answer = self._api.answer(request, exchange.vocabulary, exact=exchange.exact)
@@ -252,7 +262,7 @@ class Generation:
             logprobs += entries(delta.logprobs) + entries(delta.prompt_logprobs)
             characters += len(delta.text)
         exchange.reservation.take(bytes_encoded(logprobs, characters))
-        await send_json(send, 200, await self._bridge.run(lambda: encoded(answer.whole(exchange.scores))))
+        await send_json(send, 200, await self._async_engine.run(lambda: encoded(answer.whole(exchange.scores))))
 
     async def _stream(self, exchange: Exchange, answer: Answer, context: RequestContext, send: Send) -> None:
         events = context.events = EventStream(send, answer.failure)
@@ -264,7 +274,7 @@ class Generation:
             choice, delta = piece
             scores = exchange.scores.get(choice // request.n, ())
             if scores:  # with prompt log-probabilities a piece may be long to encode
-                found = await self._bridge.run(partial(_events, answer, choice, delta, scores))
+                found = await self._async_engine.run(partial(_events, answer, choice, delta, scores))
             else:
                 found = _events(answer, choice, delta, ())
             for name, event in found:
@@ -280,10 +290,10 @@ class Generation:
         async for choice, delta in exchange.pieces():
             if context.first_token_s is None:
                 context.first_token_s = context.seconds
-                self._counts.first_token.labels(context.route).observe(context.first_token_s)
+                self._metrics.first_token.labels(context.route).observe(context.first_token_s)
             if delta.completion is not None:
                 answer.ended(choice, delta.completion)
-                self._counts.ended(context.route, exchange.request, choice, delta.completion)
+                self._metrics.observe_choice(context.route, exchange.request, choice, delta.completion)
             yield choice, delta
 
 
@@ -294,21 +304,23 @@ def _events(answer: Answer, choice: int, delta: Delta, scores: Scores) -> list[t
 class Lookup:
     """A route that generates nothing: an ASGI application. `read` parses the body and returns the answer."""
 
-    def __init__(self, read: Read[dict[str, Any]], bridge: Bridge, limits: Limits, body_reader: BodyReader) -> None:
+    def __init__(
+        self, read: Read[dict[str, Any]], async_engine: AsyncEngine, limits: Limits, body_reader: BodyReader
+    ) -> None:
         self._read = read
-        self._bridge = bridge
+        self._async_engine = async_engine
         self._limits = limits
         self._body_reader = body_reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context: RequestContext = scope[CONTEXT]
-        reservation = Reservation(self._bridge.memory, context.client)
+        reservation = Reservation(self._async_engine.memory, context.client)
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):
                 body = await self._body_reader.read(Request(scope, receive), reservation)
                 reservation.take(bytes_to_read(body))
-                found = await while_connected(receive, self._bridge.read(self._read, body, reservation))
-                await send_json(send, 200, await self._bridge.run(lambda: encoded(found)))
+                found = await while_connected(receive, self._async_engine.read(self._read, body, reservation))
+                await send_json(send, 200, await self._async_engine.run(lambda: encoded(found)))
         except TimeoutError as error:
             raise took_too_long(self._limits) from error
         finally:

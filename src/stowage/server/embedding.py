@@ -23,10 +23,10 @@ from stowage.errors import RequestError
 from stowage.server.api_errors import ApiError, bad, busy
 from stowage.server.apis.embeddings import generates
 from stowage.server.body_reader import BodyReader, took_too_long
-from stowage.server.counts import Counts
 from stowage.server.fields import Fields, parse_object
 from stowage.server.limits import Limits
 from stowage.server.memory import RequestMemory, Reservation, bytes_to_read
+from stowage.server.metrics import ServerMetrics
 from stowage.server.middleware import CONTEXT, RequestContext
 from stowage.server.served_model import ServedEmbedder
 from stowage.server.stream import encoded, send_json, while_connected
@@ -58,10 +58,10 @@ class Embedding:
         generating: Callable[[], Sequence[str]],
         memory: RequestMemory,
         limits: Limits,
-        counts: Counts,
+        metrics: ServerMetrics,
     ) -> None:
         self._served, self._generating = served, generating
-        self._memory, self._limits, self._counts = memory, limits, counts
+        self._memory, self._limits, self._metrics = memory, limits, metrics
         self._body_reader = BodyReader(limits)
         self._computing = ThreadPoolExecutor(1, "stowage-embed")
         self._open = 0
@@ -105,7 +105,7 @@ class Embedding:
             tokens += len(ids)
             vector = _cut(embedder.embed(ids), asked.dimension)
             data.append({"object": "embedding", "index": index, "embedding": _written(vector, packed=asked.packed)})
-        self._counts.prompt_tokens.labels(EMBEDDINGS).observe(tokens)
+        self._metrics.prompt_tokens.labels(EMBEDDINGS).observe(tokens)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return encoded({"object": "list", "data": data, "model": self._served.name, "usage": usage})
 

@@ -15,10 +15,10 @@ from starlette.types import ASGIApp
 from stowage import __version__
 from stowage.server.api_errors import bad, no_model
 from stowage.server.auth import ApiKeys
-from stowage.server.counts import GENERATION, Counts
 from stowage.server.embedding import EMBEDDINGS, Embedding, described
 from stowage.server.limits import Limits
 from stowage.server.memory import RequestMemory
+from stowage.server.metrics import GENERATION, ServerMetrics
 from stowage.server.middleware import Middleware
 from stowage.server.served_model import ServedEmbedder
 
@@ -28,7 +28,12 @@ _MODEL: Final = "/v1/models/{model:path}"
 
 
 def build(
-    served: ServedEmbedder, keys: ApiKeys, limits: Limits, counts: Counts, origins: tuple[str, ...], host: str | None
+    served: ServedEmbedder,
+    keys: ApiKeys,
+    limits: Limits,
+    metrics: ServerMetrics,
+    origins: tuple[str, ...],
+    host: str | None,
 ) -> ASGIApp:
     """The application; `host` as in `app.build`."""
     memory, created = RequestMemory(limits.request_bytes_max), int(time.time())
@@ -40,8 +45,8 @@ def build(
     async def version(request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    async def metrics(request: Request) -> Response:
-        return Response(counts.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+    async def scrape(request: Request) -> Response:
+        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [entry]})
@@ -56,12 +61,12 @@ def build(
         what = f"{served.name!r} makes vectors and generates no text: ask {EMBEDDINGS}, or a server of another model."
         raise bad(what, "model", "unsupported_model")
 
-    plain = {"/health": health, "/version": version, "/metrics": metrics, "/v1/models": models, _MODEL: model}
-    making = Embedding(served, lambda: (), memory, limits, counts)
+    plain = {"/health": health, "/version": version, "/metrics": scrape, "/v1/models": models, _MODEL: model}
+    making = Embedding(served, lambda: (), memory, limits, metrics)
     routes = [Route(path, found) for path, found in plain.items()]
     routes += [Route(path, generate, methods=["POST"]) for path in GENERATION]
     routes.append(Route(EMBEDDINGS, making, methods=["POST"]))
-    front = Middleware(Router(routes, redirect_slashes=False), keys, counts, [route.path for route in routes], host)
+    front = Middleware(Router(routes, redirect_slashes=False), keys, metrics, [route.path for route in routes], host)
     if not origins:
         return front
     shown = ("x-request-id", "retry-after")

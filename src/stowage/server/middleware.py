@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stowage.server.api_errors import ApiError, anthropic_body, bad, encoded_error, internal
 from stowage.server.auth import ApiKeys, Tenant
-from stowage.server.counts import CLIENT_LEFT, MESSAGES, Counts
+from stowage.server.metrics import CLIENT_LEFT, MESSAGES, ServerMetrics
 from stowage.server.stream import ClientDisconnected, EventStream, send_json
 
 logger = logging.getLogger("stowage.server")
@@ -65,10 +65,12 @@ class RequestContext:
 class Middleware:
     """An ASGI application around another."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, counts: Counts, routes: Sequence[str], host: str | None) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, metrics: ServerMetrics, routes: Sequence[str], host: str | None
+    ) -> None:
         self._app = app
         self._keys = keys
-        self._counts = counts
+        self._metrics = metrics
         self._routes = routes
         self._host = host
 
@@ -89,7 +91,7 @@ class Middleware:
         try:
             await self._enter(scope, receive, note, context)
         finally:
-            self._counts.request(context.route, context.status or CLIENT_LEFT, context.seconds)
+            self._metrics.observe_request(context.route, context.status or CLIENT_LEFT, context.seconds)
             self._log(scope["method"], context)
             if context.on_end is not None:
                 context.on_end()

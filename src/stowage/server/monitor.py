@@ -1,7 +1,7 @@
 """The state that the dashboard and `stowage top` show: the engine, the tiers, the requests and the last hour.
 
 Owns the history, and when the engine's statistics are read: once for all clients that wait meanwhile. The numbers are
-those of /metrics: `Engine.stats()` and the server's counts; nothing is counted here. docs/serving.md lists the state.
+those of /metrics: `Engine.stats()` and the server's metrics; nothing is counted here. docs/serving.md lists the state.
 
 Memory is bounded: history and requests are ring buffers.
 """
@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from stowage import __version__
 from stowage.server import dashboard_state
+from stowage.server.async_engine import AsyncEngine
 from stowage.server.auth import Tenant
-from stowage.server.bridge import Bridge
-from stowage.server.counts import Counts
+from stowage.server.metrics import ServerMetrics
 from stowage.server.request_history import RequestHistory
 
 __all__ = ["EVERY_S", "KEPT_S", "History", "Monitor"]
@@ -51,36 +51,38 @@ class History:
 class Monitor:
     """Of one server. All methods are called on the event loop's thread; all times are seconds since it began."""
 
-    def __init__(self, bridge: Bridge, counts: Counts, clock: Callable[[], float] = time.monotonic) -> None:
-        self._bridge = bridge
-        self._counts = counts
+    def __init__(
+        self, async_engine: AsyncEngine, metrics: ServerMetrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._async_engine = async_engine
+        self._metrics = metrics
         self._clock = clock
         self._began_s = clock()
         self._started_at = time.time()
         self.request_history = RequestHistory(self._began_s)
-        self.history = History(dashboard_state.sample_names(bridge.engine))
-        self._memory_layout = dashboard_state.MemoryLayout(bridge.engine)
+        self.history = History(dashboard_state.sample_names(async_engine.engine))
+        self._memory_layout = dashboard_state.MemoryLayout(async_engine.engine)
         self._seen: tuple[float, Stats] | None = None
         self._looking: asyncio.Future[Stats] | None = None
 
     async def state(self, tenant: Tenant, after_s: float) -> dict[str, Any]:
         """The state for one client, with the history and the ended requests from `after_s` on."""
         seen_s, stats = await self._look()
-        numbers, now_s = self._counts.numbers(), self._now_s()
-        bridge = self._bridge
+        numbers, now_s = self._metrics.totals(), self._now_s()
+        async_engine = self._async_engine
         return {
             "server": {
-                "model": bridge.name,
+                "model": async_engine.name,
                 "version": __version__,
                 "started_at": self._started_at,
                 "now_s": round(now_s, 6),
                 "age_s": round(now_s - seen_s, 6),
-                "stopping": bridge.stopping,
-                "alive": bridge.status in ("ok", "stopping"),
-                "max_model_len": bridge.tokens_max,
-                "choices_open": bridge.choices_open,
-                "choices_limit": bridge.max_choices,
-                "max_num_seqs": bridge.max_num_seqs,
+                "stopping": async_engine.stopping,
+                "alive": async_engine.status in ("ok", "stopping"),
+                "max_model_len": async_engine.tokens_max,
+                "choices_open": async_engine.choices_open,
+                "choices_limit": async_engine.max_choices,
+                "max_num_seqs": async_engine.max_num_seqs,
             },
             "totals": dashboard_state.totals(stats, numbers),
             "memory": self._memory_layout.memory(stats),
@@ -97,14 +99,14 @@ class Monitor:
         """Take a sample now and every `EVERY_S`, until it is cancelled."""
         while True:
             _, stats = await self._look(None)
-            numbers = dashboard_state.sample(stats, self._counts.numbers(), self._bridge.choices_open)
+            numbers = dashboard_state.sample(stats, self._metrics.totals(), self._async_engine.choices_open)
             self.history.add(self._now_s(), numbers)
             await asyncio.sleep(EVERY_S)
 
     async def _look(self, patience_s: float | None = _PATIENCE_S) -> tuple[float, Stats]:
         """The engine's statistics and when they were read. Old ones after `patience_s`, where there are any."""
         if self._looking is None or self._looking.done():
-            self._looking = self._bridge.look(self._bridge.stats)
+            self._looking = self._async_engine.look(self._async_engine.stats)
             self._looking.add_done_callback(self._see)  # also where no client waited for it
         looking = self._looking
         await asyncio.wait({looking}, timeout=patience_s if self._seen is not None else None)

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from stowage.engine.engine import Progress
+from stowage.server.async_engine import Exchange
 from stowage.server.auth import Tenant
-from stowage.server.bridge import Exchange
-from stowage.server.counts import CLIENT_LEFT, COMPLETIONS
+from stowage.server.metrics import CLIENT_LEFT, COMPLETIONS
 from stowage.server.middleware import RequestContext
 
 __all__ = ["KEPT_MAX", "SHOWN_MAX", "RequestHistory", "Times"]

@@ -23,12 +23,12 @@ from stowage.errors import ConfigError
 from stowage.server import embedding_app
 from stowage.server.api_errors import stopping
 from stowage.server.app import build
+from stowage.server.async_engine import AsyncEngine
 from stowage.server.auth import ApiKeys
-from stowage.server.bridge import Bridge
 from stowage.server.connections import protocol
-from stowage.server.counts import Counts
 from stowage.server.limits import Limits
 from stowage.server.listen import ListenAddress, cannot_listen
+from stowage.server.metrics import ServerMetrics
 from stowage.server.monitor import Monitor
 from stowage.server.served_model import ServedEmbedder, ServedModel
 from stowage.server.supervisor import EngineSupervisor
@@ -72,7 +72,7 @@ def serve_embeddings(
 
     async def until_signal() -> None:
         stop, guarded = _signalled(), len(keys) or address.loopback
-        app = embedding_app.build(served, keys, limits, Counts(), origins, address.host if guarded else None)
+        app = embedding_app.build(served, keys, limits, ServerMetrics(), origins, address.host if guarded else None)
         server = _server(app, limits)
         running = asyncio.create_task(server.serve(sockets=[address.socket]))
         while not server.started and not running.done():
@@ -116,10 +116,10 @@ async def run(
     ready: Callable[[], None],
 ) -> bool:
     """`serve` without signals, until `stop` is set."""
-    bridge, counts = Bridge(supervisor, served, limits), Counts()
-    watch = Monitor(bridge, counts)
+    async_engine, metrics = AsyncEngine(supervisor, served, limits), ServerMetrics()
+    watch = Monitor(async_engine, metrics)
     guarded = len(keys) or address.loopback
-    app = build(bridge, keys, limits, counts, watch, address.host if guarded else None)
+    app = build(async_engine, keys, limits, metrics, watch, address.host if guarded else None)
     server = _server(app, limits)
     running = asyncio.create_task(server.serve(sockets=[address.socket]))
     sampling = asyncio.create_task(watch.sample_for_ever())
@@ -128,16 +128,16 @@ async def run(
             await asyncio.sleep(_TICK_S)
         if server.started:
             ready()
-            while await _fails(supervisor, running, stop) and await _reopened(bridge):
+            while await _fails(supervisor, running, stop) and await _reopened(async_engine):
                 pass
-        await _stop(server, running, bridge, limits)
+        await _stop(server, running, async_engine, limits)
     except OSError as error:
         raise ConfigError(cannot_listen(address.text, error)) from error
     finally:
         sampling.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sampling
-        bridge.close()
+        async_engine.close()
     return not supervisor.failed
 
 
@@ -155,21 +155,21 @@ async def _failure(supervisor: EngineSupervisor) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
-async def _reopened(bridge: Bridge) -> bool:
+async def _reopened(async_engine: AsyncEngine) -> bool:
     """Replace the failed engine; False where that fails."""
     try:
-        await bridge.reopen()
+        await async_engine.reopen()
     except Exception:  # whatever it is, the server ends, and its log says why
         logger.exception("another engine cannot be opened", extra={"stowage_event": "fault"})
         return False
     return True
 
 
-async def _stop(server: uvicorn.Server, running: asyncio.Task[None], bridge: Bridge, limits: Limits) -> None:
-    bridge.stopping = True
+async def _stop(server: uvicorn.Server, running: asyncio.Task[None], async_engine: AsyncEngine, limits: Limits) -> None:
+    async_engine.stopping = True
     server.should_exit = True
     if not (await asyncio.wait({running}, timeout=limits.shutdown_timeout_s))[0]:
-        bridge.end_all(stopping())
+        async_engine.end_all(stopping())
         await asyncio.wait({running}, timeout=_LAST_WORDS_S)
         server.force_exit = True
         for connection in list(server.server_state.connections):

@@ -20,9 +20,9 @@ from stowage.weights.device_prefetcher import Carrier, DevicePrefetcher, RingSlo
 from stowage.weights.experts.cache import ExpertCache, Stacks, chosen
 from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
 from stowage.weights.experts.table import ExpertTable
+from stowage.weights.forward_passes import ForwardPasses
 from stowage.weights.gradients import Gradients
 from stowage.weights.host_buffers import HostBuffers
-from stowage.weights.passes import Passes
 from stowage.weights.placement import Delivery, Placement
 from stowage.weights.quantized.stacks import computes_one_by_one
 from stowage.weights.reader import Read, Readers
@@ -53,8 +53,8 @@ class Deliveries:
         self._checkpoint, self._image = checkpoint, image
         self._handles: list[Any] = []
         self._readers = Readers()
-        self._passes = Passes(self, self._unfrozen)
-        self._gradients = Gradients(self._slot, self._give_back, self._passes.go_back, self._go_round)
+        self._passes = ForwardPasses(self, self._unfrozen)
+        self._gradients = Gradients(self._slot, self._give_back, self._passes.begin_backward, self._go_round)
         self._row_bytes = 0
         self._asked: list[int] = []
         self._before: list[int] = []
@@ -140,10 +140,10 @@ class Deliveries:
         """Whether any parameter of the model requires gradients."""
         return any(p.requires_grad for p in self._model.parameters())
 
-    # What happens around passes (``passes.Delivery``)
+    # Around forwards (``forward_passes.PassCallbacks``)
 
-    def settle(self, *, forked: bool) -> None:
-        """See ``passes.Delivery``."""
+    def recover(self, *, forked: bool) -> None:
+        """See ``forward_passes.PassCallbacks``."""
         if forked and self._carrier is not None:
             raise ModelError(
                 f"this process was forked after the model was loaded, and {self.device} belongs to the one that loaded "
@@ -171,29 +171,29 @@ class Deliveries:
             self._experts.reset()
 
     def hide(self) -> None:
-        """See ``passes.Delivery``."""
+        """See ``forward_passes.PassCallbacks``."""
         for part in self._comers:
             part.take_back()
 
     def begin_pass(self) -> None:
-        """See ``passes.Delivery``."""
+        """See ``forward_passes.PassCallbacks``."""
         self._asked = []
         if self._device_prefetcher is not None:
             self._device_prefetcher.begin_pass()
 
     def end_pass(self, whole: bool) -> None:
-        """See ``passes.Delivery``."""
+        """See ``forward_passes.PassCallbacks``."""
         order, self._asked = self._asked, []
         if self._device_prefetcher is not None:
             self._device_prefetcher.end_pass()
-        if whole and self._passes.learns:
+        if whole and self._passes.differentiates:
             self._gradients.forwards(order)
         elif whole and order and (order == self._before or not self._before):
             self._follow(order)
         self._before = order
 
     def _follow(self, order: list[int]) -> None:
-        """Expect the next forwards to ask in this order. Units that this forward did not use, such as a vision
+        """Expect the next forwards to use units in this order. Units that this forward did not use, such as a vision
         encoder's, are left out.
         """
         in_ring = [self._in_ring.index(number) for number in order if number in self._in_ring]
@@ -246,7 +246,7 @@ class Deliveries:
                 return
             self._asked.append(number)
             shown = self._slot(number) if device_prefetcher is None else device_prefetcher.take(number)
-            if passes.learns:
+            if passes.differentiates:
                 gradients.know(number, shown)
             stream.deliver(shown)
 
@@ -254,7 +254,7 @@ class Deliveries:
             stream.take_back()
             if passes.backward is not None:
                 return
-            if passes.learns:
+            if passes.differentiates:
                 gradients.check(number, shown)
             if device_prefetcher is not None:
                 device_prefetcher.give_back(number)
@@ -297,7 +297,7 @@ class Deliveries:
         self._comers.append(rows)
 
         def bring(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if rows.replaced:  # by a table of somebody's own
+            if rows.replaced:  # with another table, by ``torch.func.functional_call``
                 return None
             if not args:
                 raise UnsupportedModelError("an embedding is called with a name for its ids: keep it resident.")

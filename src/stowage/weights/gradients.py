@@ -1,17 +1,17 @@
-"""Training of what was added to a model, LoRA matrices for example, while its own weights come and go.
+"""Training of what was added to a model, LoRA matrices for example, while its own weights are offloaded.
 
-A weight that does not learn is still needed backwards, to carry gradients on to the layers below. Autograd would keep
-views of the memory that it was delivered in, which others have by then. So what it keeps of a weight is its number
-(``torch.autograd.graph.saved_tensors_hooks``), and backwards the weights are brought again, one unit at a time, by the
-prefetcher that brought them forwards: it learns the order of both ways as one round.
+The backward pass needs frozen weights, too, to carry gradients on to the layers below. Autograd would save views of the
+memory that they were delivered in, which holds other weights by then. So autograd saves their numbers instead
+(``torch.autograd.graph.saved_tensors_hooks``), and the backward pass has them delivered again, one unit at a time, by
+the prefetcher of the forward, which expects the order of both:
 
-    forwards  0 1 2 ... n        backwards  n ... 2 1 0        the ring's order  0 1 2 ... n n ... 2 1 0
+    forward  0 1 2 ... n        backward  n ... 2 1 0        the ring's order  0 1 2 ... n n ... 2 1 0
 
-A unit's memory is given back when the next one is asked for. Whether something else still looks at it then is counted
-(of the storage of each weight, who has it), so what would compute from other bytes raises instead.
+A unit's memory is released when the next unit is needed. If a reference to it is left then (the use count of a weight's
+storage tells), ModelError is raised, since the reference would read other bytes.
 
-With gradient checkpointing a layer is computed again, backwards, from what came into it, with the random numbers of the
-first time: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+With gradient checkpointing the backward pass computes a layer again from its inputs, with the same random numbers: Chen
+et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Gradients", "asked_of", "without"]
 
 
 class _Kept(NamedTuple):
-    """A view of a weight, as autograd keeps it: of a unit by number, and of its parameter."""
+    """What autograd saves instead of a view of a weight: the numbers of its unit and parameter, and the view's form."""
 
     unit: int
     parameter: int
@@ -41,9 +41,10 @@ class _Kept(NamedTuple):
 
 
 class Gradients:
-    """The way back of one model. ``bring`` gives a unit's weights until ``give_back``; ``backward(end)`` begins a
-    backward pass, or does nothing in one, and calls ``end`` when it is over. Everything here runs in the turn that
-    this takes, or in that of a forward that asks for gradients.
+    """Backward passes of one model. ``bring`` delivers a unit's weights until ``give_back``; ``backward(end)`` takes
+    the
+    lock for a backward pass, if it has none yet, and has ``end`` called when it is over; ``follow`` tells the
+    prefetcher the order of units. All methods are called with the lock held, or take it.
     """
 
     def __init__(
@@ -62,13 +63,13 @@ class Gradients:
         self._round: list[int] = []
 
     def hooks(self) -> Any:
-        """What a forward runs in that gradients are asked of."""
+        """The context for a forward that computes gradients."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     # Forwards
 
     def know(self, unit: int, views: Sequence[Tensor]) -> None:
-        """``views`` are the weights of ``unit`` now."""
+        """``views`` are the weights of ``unit``, delivered now."""
         for number, view in enumerate(views):
             storage = view.untyped_storage()._cdata
             self._numbers[storage] = unit, number
@@ -76,7 +77,7 @@ class Gradients:
                 self._counts[storage] = torch._C._storage_Use_Count(storage)
 
     def check(self, unit: int, views: Sequence[Tensor]) -> None:
-        """Nothing looks at ``views`` any more. Raises ModelError."""
+        """Raises ModelError when something still refers to the memory of ``views``."""
         for view in views:
             storage = view.untyped_storage()._cdata
             if torch._C._storage_Use_Count(storage) > self._counts.get(storage, 1 << 30):
@@ -88,17 +89,17 @@ class Gradients:
                 )
 
     def forwards(self, order: list[int]) -> None:
-        """A forward that gradients are asked of has ended: it asked for units in this ``order``."""
+        """A forward that computes gradients has ended; it used units in this ``order``."""
         self._forwards = order
         if self._round[: len(order)] != order:
             self._round = [*order, *reversed(order)]
         self._follow(self._round)
 
     def pack(self, tensor: Tensor) -> Tensor | _Kept:
-        """What autograd keeps of ``tensor``."""
+        """What autograd saves of ``tensor``."""
         try:
             storage = tensor.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # it has no memory of the usual kind, so none of a weight's
+        except (NotImplementedError, RuntimeError):  # without ordinary storage it is no view of a weight
             return tensor
         numbers = self._numbers.get(storage)
         if numbers is None:
@@ -109,11 +110,11 @@ class Gradients:
     # Backwards
 
     def begin(self) -> None:
-        """A backward pass is under way, from now on in its turn."""
+        """A backward pass runs: take the lock for it."""
         self._backward(self._end)
 
     def lend(self, unit: int) -> Sequence[Tensor]:
-        """The weights of ``unit``, until those of another one are asked for, or the backward pass is over."""
+        """The weights of ``unit``, valid until those of another unit are lent or the backward pass ends."""
         if self._lent is None or self._lent[0] != unit:
             self._return()
             views = self._bring(unit)
@@ -123,13 +124,13 @@ class Gradients:
         return self._lent[1]
 
     def reset(self) -> None:
-        """Whatever a backward pass left behind that did not end."""
+        """Forget what a failed backward pass left behind."""
         self._lent = None
         self._forwards, self._backwards = [], []
         self._numbers.clear()
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.utils.checkpoint.checkpoint``: ``function`` is computed now, and again backwards."""
+        """As ``torch.utils.checkpoint.checkpoint``: compute ``function`` now, and again in the backward pass."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         again = _Again(self, functools.partial(function, *args, **kwargs))
@@ -137,7 +138,7 @@ class Gradients:
             return again.function()
 
     def unpack(self, kept: Tensor | _Kept) -> Tensor:
-        """What it kept, backwards."""
+        """The tensor of which autograd saved ``kept``, in the backward pass."""
         if isinstance(kept, Tensor):
             return kept
         self.begin()
@@ -158,7 +159,7 @@ class Gradients:
 
 
 class _Again:
-    """A call of which autograd keeps numbers only. The first that is asked for has it computed again."""
+    """A call of which autograd saves numbers only. When the first is unpacked, it is computed again."""
 
     def __init__(self, gradients: Gradients, function: Callable[[], Any]) -> None:
         self.function = function
@@ -182,12 +183,12 @@ class _Again:
 
     def value(self, number: int) -> Tensor:
         self._gradients.begin()
-        if number not in self._values:  # or it was asked for before, of a graph that is kept
+        if number not in self._values:  # or a retained graph asks for it a second time
             self._values = self._repeat()
         return self._gradients.unpack(self._values.pop(number))
 
     def _repeat(self) -> dict[int, Tensor | _Kept]:
-        """With gradients, and as it was the first time."""
+        """Compute the call again, with gradients, the same random numbers and the same autocast."""
         if any(tensor._version != version for tensor, version in self._versions):
             raise ModelError(
                 "what goes into a layer was changed in place after it was computed, so it cannot be computed again for "
@@ -207,8 +208,8 @@ class _Again:
 
 
 def asked_of(given: Any, depth: int = 6) -> bool:
-    """Whether gradients are asked of a tensor in what a module is given: of pictures or embeddings that something
-    learns to make, or of a cache that begins with what was learned.
+    """Whether a tensor in a module's arguments requires gradients: embeddings that another module learns to make, say,
+    or a cache that begins with a learned prefix.
     """
     from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -222,8 +223,8 @@ def asked_of(given: Any, depth: int = 6) -> bool:
 
 
 def without(output: Any) -> Any:
-    """``output`` of a forward that computed no gradients, though it was asked with gradients switched on, of weights
-    that are not frozen: it is what it was, and ``backward()`` from it says so.
+    """``output`` of a forward without gradients, with the same values; ``backward()`` from it raises ModelError. For
+    calls with gradients switched on of a model that is not frozen.
     """
     if isinstance(output, Tensor):
         known = output.is_floating_point() and not output.requires_grad and not output.is_inference()
@@ -245,14 +246,14 @@ class _Without(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *_gradients: Tensor) -> Any:
         raise ModelError(
-            "weights that come and go have no gradients, so there is nothing to go back to. Freeze them, "
+            "offloaded weights have no gradients, so there is nothing to go back to. Freeze them, "
             "model.requires_grad_(False), and what is added to the model (peft.get_peft_model) or given to it "
             "(inputs_embeds) can be trained; to train the weights themselves, load the model without a budget."
         )
 
 
 def _unused(_kept: Any) -> Tensor:
-    raise AssertionError("nobody goes back through what was computed again")
+    raise AssertionError("nothing differentiates the second computation")
 
 
 def _arguments(function: Any) -> list[Any]:

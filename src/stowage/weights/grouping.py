@@ -1,7 +1,7 @@
-"""Which modules of a model get their weights together, when their forward begins: its layers, and large single modules.
+"""Divides a model into units of weights, each delivered when its module's forward begins: layers, large single modules.
 
-Owns the division: every parameter belongs to one unit, or is small and stays in memory. Of a layer's parameters, those
-that its experts have stacked can be a unit of their own.
+Every parameter belongs to one unit, or is small and stays in memory. The stacked experts of a layer can be a unit of
+their own.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from stowage.weights.experts import memory_pages
 __all__ = ["SMALL_BYTES", "Unit", "arranged", "divide", "looks_up", "renumbers"]
 
 SMALL_BYTES = 16 << 10
-"""Norms and biases: reading them by themselves costs more than keeping them."""
+"""Up to this size a parameter stays in memory (norms, biases): reading it costs more than keeping it."""
 LEAF_BYTES = 64 << 10
-"""A single module from here on is a unit of its own."""
+"""From this size a module outside of layers is a unit."""
 
 
 @dataclass(slots=True)
 class Unit:
-    """``parameters``: those of ``module`` that are not small, by their name in the model. ``rows``: an embedding, of
-    which a forward needs the rows of its tokens and no others. ``experts``: how many are stacked in each parameter, 0
-    for what is not a layer's experts. ``apart``: the experts of this unit, whose parameters are also its own.
+    """``parameters``: those of ``module`` that are not small, by their name in the model. ``rows``: it is an embedding
+    whose forward reads the rows of its tokens only. ``experts``: how many are stacked in each parameter; 0 for other
+    units. ``apart``: units for the experts inside this one, which also has their parameters.
     """
 
     name: str
@@ -48,9 +48,8 @@ class Unit:
 
 def divide(model: Any) -> list[Unit]:
     """The units of ``model`` in the order of its modules. Layers that share a parameter each have it; an embedding
-    whose table another unit has is no unit. ``model.made_parameters``, where it has such: names of those that lie in no
-    file as they are (norms and biases of a published checkpoint, routers that are computed in float32), which stay in
-    memory.
+    whose table belongs to another unit is no unit. Names in ``model.made_parameters``, if the model has it, stay in
+    memory: no file holds them in this form (norms and biases of a quantized checkpoint, routers in float32).
     """
     units, made = list(_units("", model)), getattr(model, "made_parameters", ())
     for unit in units:
@@ -73,7 +72,7 @@ def divide(model: Any) -> list[Unit]:
 
 
 def arranged(units: list[Unit], names: Collection[str]) -> list[Unit]:
-    """The same, with the experts that are called by one of ``names`` as units of their own, after their layer's."""
+    """``units``, with those experts whose unit is in ``names`` apart, each behind its layer's unit."""
     found = []
     for unit in units:
         parts = [part for part in unit.apart if part.name in names]
@@ -96,7 +95,7 @@ def _units(name: str, module: nn.Module) -> Iterator[Unit]:
         path = f"{name}.{own}" if name else own
         if isinstance(child, nn.ModuleList) and len(child) > 1:
             for index, layer in enumerate(child):
-                if isinstance(layer, nn.ModuleList | nn.ModuleDict):  # nobody calls it: what is in it is called
+                if isinstance(layer, nn.ModuleList | nn.ModuleDict):  # it has no forward; its children have
                     yield from _units(f"{path}.{index}", layer)
                 else:
                     yield _unit(f"{path}.{index}", layer)
@@ -120,9 +119,9 @@ def _unit(name: str, module: nn.Module) -> Unit:
 
 
 def _experts(name: str, module: nn.Module, unit: Unit) -> Unit | None:
-    """``module`` as a unit if it is experts: parameters of three dimensions or more, of which the first counts experts,
-    and a forward that takes hidden states, which experts are chosen, and by how much. ``WeightSource.prove`` sees
-    whether it computes with these only.
+    """``module`` as a unit if it is experts: parameters (experts, ...) of three dimensions or more, and a forward that
+    takes hidden states, chosen experts and their weights. ``WeightSource.prove`` tests whether it uses the chosen ones
+    only.
     """
     own = {f"{name}.{own}": p for own, p in module.named_parameters(recurse=False) if p.dim() >= 3 and len(p) > 1}
     gaps = bool(getattr(type(module), "bears_gaps", False))
@@ -134,17 +133,17 @@ def _experts(name: str, module: nn.Module, unit: Unit) -> Unit | None:
 
 
 def _in_pages(stack: nn.Parameter, gaps: bool) -> bool:
-    """Whether each expert takes whole pages, and has some of its own wherever the first begins; or (``gaps``) may be
-    given them, of which it fills more than half.
+    """Whether each expert takes whole pages; or, with ``gaps``, more than one page, so that padding to whole pages at
+    most doubles it.
     """
     expert_bytes = stack[0].numel() * stack.element_size()
     return expert_bytes > PAGE_BYTES and (gaps or expert_bytes % PAGE_BYTES == 0)
 
 
 def renumbers(module: nn.Module) -> bool:
-    """Whether a module of experts answers the same when its experts have other numbers: Transformers' grouped and
-    batched kernels do, which add up a token's experts in the order in which they were chosen; its plain loop adds them
-    up by number.
+    """Whether the output of a module of experts does not depend on how they are numbered. True for Transformers'
+    grouped
+    and batched kernels, which add a token's experts in the order of choice; its plain loop adds them by number.
     """
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     own = all(hasattr(module, name) for name in ("num_experts", "has_bias", "is_transposed"))
@@ -152,13 +151,12 @@ def renumbers(module: nn.Module) -> bool:
 
 
 def looks_up(module: nn.Embedding) -> bool:
-    """Whether the forward of an embedding takes ids and looks them up: then any table with their rows will do. A
-    class of its own may scale what it finds; one that makes ids of something else is found out by trying it with a
-    small table.
+    """Whether an embedding's forward only looks up the rows of its ids, so that a table of these rows is enough. A
+    subclass may scale the rows. One that changes the ids is found by a trial with a small table.
     """
     if module.max_norm is not None:
         return False
-    if (known := getattr(type(module), "looks_up", None)) is not None:  # its table is packed, and was tried before
+    if (known := getattr(type(module), "looks_up", None)) is not None:  # a packed table: decided when it was made
         return bool(known)
     if type(module).forward is nn.Embedding.forward:
         return True

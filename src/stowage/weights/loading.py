@@ -1,5 +1,5 @@
-"""Loads a model under a budget: Transformers builds it and converts its weights, one parameter at a time, and each
-goes to its memory as soon as it has its final form. The memory for all of it is the budget and the largest parameter.
+"""Loads a model under a budget: Transformers builds it and converts its weights, one parameter at a time, and each is
+placed as soon as it has its final form. Peak memory is the budget and the largest parameter.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ from stowage.weights.source import WeightSource
 __all__ = ["Budget", "adopt", "load"]
 
 _MADE_BYTES_MOST = 16 << 20
-"""More than the largest router takes."""
+"""The largest parameter that is taken for a router, and kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What weights may take. ``device_bytes`` of ``None`` has no limit. ``image``: a directory and a limit in bytes,
-    for parameters whose final form the checkpoint does not hold. ``rules`` come before the budgets' own choice.
-    ``carrier``: to a device that is a memory of its own. ``held_bytes``: of ``host_bytes``, what experts that cross
-    over from there may bring them to, where no device budget decides; ``None`` is all of it. ``more``: what to do where
-    ``device_bytes`` are too few, said of the bytes that weights need.
+    """The memory that weights may take. ``device_bytes`` of ``None``: no limit. ``image``: a directory and a limit in
+    bytes, for parameters whose final form no file of the checkpoint holds. ``rules``, ``held_bytes``, ``more``: see
+    ``placement.place``. ``carrier``: copies to a device with memory of its own; ``None`` on a CPU.
     """
 
     device_bytes: int | None = None
@@ -55,18 +53,18 @@ class Budget:
 
     @property
     def device(self) -> torch.device:
-        """What the model computes on."""
+        """The device that the model computes on."""
         return self.carrier.device if self.carrier is not None else HOST
 
 
 def load(
     files: Sequence[Path], build: Callable[[], Any], budget: Budget, spans: Mapping[str, Sequence[Span]] | None = None
 ) -> tuple[Any, WeightSource]:
-    """``build`` loads the model from ``files``, with Transformers; it is returned with the source of its weights.
-    ``spans``: of parameters that stay as they lie in ``files``, by name; the model need not have their values.
+    """Call ``build``, which has Transformers load the model from ``files``. Returns the model and the source of its
+    weights. ``spans``: where parameters lie whose bytes are used as they are in ``files``, by name; ``build`` need not
+    give them values.
 
-    Raises BudgetError, ConfigError, CheckpointError, StorageError,
-    UnsupportedModelError, and whatever ``build`` raises.
+    Raises BudgetError, ConfigError, CheckpointError, StorageError, UnsupportedModelError, and what ``build`` raises.
     """
     checkpoint = Checkpoint(files)
     loading = _Loading(checkpoint, budget, checkpoint.segments(spans or {}))
@@ -109,11 +107,11 @@ class _Loading(Building):
                 self.deliveries[name] = self.deliveries[source] = ranked[0]
 
     def put(self, path: str, parameter: nn.Parameter) -> nn.Parameter:
-        """The values, in memory of their own, or a stand-in.
+        """The parameter with its values, in memory of their own, or a placeholder for an offloaded one.
 
-        Both require gradients if the model's own parameter does, although none are ever computed of what comes and goes
-        (``source``): torch multiplies a slice of a batch with a weight that does not as a batch of products, each with
-        a copy of the weight. That took half as long as the rest of a prefill, and rounds otherwise.
+        Both require gradients if the model's own parameter does, although offloaded ones never get any (``source``):
+        with a weight that does not, torch multiplies a slice of a batch as a batched product, each with a copy of the
+        weight. That took half as long as the rest of a prefill, and rounds differently.
         """
         delivery = self.deliveries.get(path, Delivery.RESIDENT)
         values = parameter.detach()
@@ -148,7 +146,7 @@ class _Loading(Building):
         return crosses or delivery is Delivery.RESIDENT or (delivery.on_host and not mapped)
 
     def _location(self, path: str, values: Tensor, delivery: Delivery, *, read: bool) -> ParameterLocation:
-        """``read``: the values have memory of their own already."""
+        """Where ``values`` are kept while they are offloaded. ``read``: they have memory of their own already."""
         shape, dtype, phase = tuple(values.shape), values.dtype, phase_of(values)
         if self.budget.carrier is not None and (delivery.on_host or path in self.held):
             return ParameterLocation(shape, dtype, host=self.host_buffers.keep(values))
@@ -167,7 +165,7 @@ class _Loading(Building):
         return location
 
     def finish(self, model: Any) -> WeightSource:
-        """Hook the model's units as loading left them: parameters that became one are one."""
+        """Hook the units of the loaded model; parameters that loading has tied are one."""
         assert self.placement is not None, "a model with parameters was loaded"
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -191,9 +189,9 @@ def deliver(
     carrier: Carrier | None = None,
     host_buffers: HostBuffers | None = None,
 ) -> WeightSource:
-    """The source of ``model``'s weights, whose parameters lie in ``locations`` (by parameter ``id``) or in memory.
+    """The source of ``model``'s weights: parameters in ``locations`` (by their ``id``) are offloaded, others in memory.
 
-    Raises UnsupportedModelError when a parameter that is offloaded belongs to a module that cannot be given it.
+    Raises UnsupportedModelError when an offloaded parameter is shared with a module that weights are not delivered to.
     """
     loads = []
     for unit in _units_of(divide(model), placement):
@@ -212,7 +210,7 @@ def deliver(
 
 
 def _tied_tables(model: Any, loads: Sequence[Load]) -> Iterator[Load]:
-    """Embeddings whose table is another unit's parameter: of it they need rows, whatever the other one needs."""
+    """Loads for embeddings whose table belongs to another unit, which need rows of it only."""
     owners = {id(p): (load, name) for load in loads for name, p in load.unit.parameters.items()}
     own = {id(load.unit.module) for load in loads}
     for name, module in model.named_modules():
@@ -237,8 +235,8 @@ def _holders(unit: Unit) -> Iterator[tuple[nn.Module, str]]:
 
 
 def adopt(model: Any, budget: Budget) -> WeightSource:
-    """Place the weights of ``model``, which are in memory already, in their present form: what does not stay is
-    written to the budget's image, and its memory is given back. Raises like `load`.
+    """Place the weights of ``model``, which is in memory already: what does not fit is written to the budget's image,
+    and its memory is freed. Raises like `load`.
     """
     units = divide(model)
     placement = place_units(units, model, budget)
@@ -277,8 +275,8 @@ def adopt(model: Any, budget: Budget) -> WeightSource:
 
 
 def _made_in_float32(root: Any, checkpoint: Checkpoint, lie_there: Collection[str]) -> Iterator[str]:
-    """Parameters that are float32 in a model of 16 bits, and not in the files, such as routers: there are no bytes to
-    read later. Large ones are left to the image. What Transformers makes so while it loads, is so from here on.
+    """Names of parameters that are float32 in a model of 16 bits but not in its files, such as routers, so that there
+    are no bytes to read later. Large ones go to the image. Casts those that Transformers would cast while it loads.
     """
     dtype = getattr(root, "dtype", None)
     if dtype not in (torch.float16, torch.bfloat16):
@@ -296,7 +294,7 @@ def _made_in_float32(root: Any, checkpoint: Checkpoint, lie_there: Collection[st
 
 
 def _origin(model: Any) -> str:
-    """What ``model``, which is in memory, was loaded from, as one would give it."""
+    """What to give instead of ``model``, which is in memory: the directory or file that it was loaded from."""
     name = str(getattr(model, "name_or_path", "") or "")
     stated: Any = getattr(model.config, "quantization_config", None)
     method = stated.get("quant_method") if isinstance(stated, Mapping) else getattr(stated, "quant_method", "")
@@ -327,17 +325,17 @@ def _refuse_wrapped(name: str, values: Tensor) -> None:
         )
     if values.dtype is torch.uint8 and not form_of(name):
         raise UnsupportedModelError(
-            f"{name} is bytes in a form that Stowage does not know, so nothing would tell that they are offloaded. "
+            f"{name} is bytes in a form that Stowage does not know: reading them offloaded would not be noticed. "
             "Load the model without a budget, or pack its original: stowage pack MODEL DIR"
         )
 
 
 def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
-    """The placement of ``units`` of ``model`` (which may have no bytes yet) within ``budget``."""
+    """The placement of ``units`` of ``model`` within ``budget``. The model may be on the meta device."""
     layers = [unit.name for unit in units if unit.name.rpartition(".")[2].isdigit()]
     to_device = budget.carrier is not None
     if to_device:
-        _leave_alike(units)
+        _keep_equal_experts(units)
 
     def described(unit: Unit, layer: int) -> WeightUnit:
         apart = tuple(described(part, layer) for part in unit.apart)
@@ -360,8 +358,8 @@ def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
     return place(weight_units, small_bytes, *limits, to_device=to_device, held_bytes=held_bytes, more=more)
 
 
-def _leave_alike(units: list[Unit]) -> None:
-    """Experts are apart on a device where they go by any number, and are all of one shape: the first that is."""
+def _keep_equal_experts(units: list[Unit]) -> None:
+    """On a device, only experts of one shape (that of the first) that may be renumbered are units of their own."""
     alike: list[tuple[torch.Size, torch.dtype]] = []
     for unit in units:
         parts = [part for part in unit.apart if renumbers(part.module)]
@@ -371,5 +369,5 @@ def _leave_alike(units: list[Unit]) -> None:
 
 
 def _units_of(units: list[Unit], placement: Placement) -> list[Unit]:
-    """``units`` as they were placed: experts apart from their layer or not."""
+    """``units`` divided as ``placement`` divides them: experts apart from their layer or not."""
     return arranged(units, {one.name for one in placement.weight_units})

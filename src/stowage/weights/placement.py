@@ -1,8 +1,8 @@
-"""Which unit of weights lives where, and how it is delivered: budgets in, a plan out. Arithmetic only.
+"""Decides for each unit of weights where it lives and how it is delivered, within budgets. Arithmetic only.
 
-What fits stays, the rest is read for every forward: a model asks for its layers in a circle, and a cache that keeps
-what was used last would never hit. What is read is spread evenly between what stays, so that reading has time. Experts,
-of which a token needs a few, are units of their own where their layer does not fit.
+What fits is resident, the rest is read in every forward. There is no LRU cache of layers: they are used in a circle, so
+it would never hit. Layers that are read are spread evenly between resident ones, so that reading overlaps computing.
+Experts, of which a token needs a few, are units of their own where their layer does not fit.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["PAGE_BYTES", "Delivery", "Placement", "Rule", "WeightUnit", "more_fo
 
 RING_SLOTS, RING_SLOTS_LEAST = 3, 2
 EXPERT_STAGES = 4
-"""Host memory for so many experts is between disk and device."""
+"""Experts for which there are staging buffers in host memory, between disk and device."""
 _DELIVERED = "resident, mapped, prefetch, stream, experts"
 _CACHED_SHARE = 4
-"""Without a budget the cache takes one of so many experts."""
+"""Without a device budget the cache holds one in so many experts."""
 _SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``delivery`` for the units whose name ``pattern`` matches (as file names: ``*`` and ``?``), or, with ``every``
-    above 0, for the ``last`` layers of every so many.
+    """``delivery`` for the units whose name matches ``pattern`` (with ``*`` and ``?``, as file names do), or, if
+    ``every`` is above 0, for the ``last`` layers of each group of ``every``.
     """
 
     text: str
@@ -50,10 +50,9 @@ _LAST = re.compile(r"last\s+(\d+)\s+of\s+(?:every\s+)?(\d+)")
 
 
 def parse_rules(text: str) -> tuple[Rule, ...]:
-    """Rules as users write them: ``auto`` (none), or ``PATTERN=DELIVERY`` and ``last K of N=DELIVERY``, with commas
-    between.
-
-    The first that matches decides. Raises ConfigError.
+    """Parse rules: ``auto`` (none), or ``PATTERN=DELIVERY`` and ``last K of N=DELIVERY``, separated by commas. The
+    first
+    rule that matches a unit decides. Raises ConfigError.
     """
     if text.strip() in ("", "auto"):
         return ()
@@ -79,8 +78,8 @@ def parse_rules(text: str) -> tuple[Rule, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A delivery for every unit, in the model's order, the ring, and the cache of experts. ``small_bytes`` are
-    parameters and buffers that are no unit's.
+    """A delivery for every unit, in the model's order; the size of the ring and of the cache of experts.
+    ``small_bytes``: parameters and buffers that belong to no unit.
     """
 
     weight_units: tuple[WeightUnit, ...]
@@ -89,9 +88,9 @@ class Placement:
     small_bytes: int
     cache_bytes: int = 0
     to_device: bool = False
-    """Whether the device is a memory of its own: what is read from disk is staged in host memory first."""
+    """Whether the device has memory of its own, so that reads from disk are staged in host memory."""
     held: frozenset[str] = frozenset()
-    """Experts that lie in host memory and cross over from there; by their units' names."""
+    """Names of the units of experts that are kept in host memory, and copied from there into the device's cache."""
 
     def nbytes(self, *deliveries: Delivery) -> int:
         return sum(c.nbytes for c, d in zip(self.weight_units, self.deliveries, strict=True) if d in deliveries)
@@ -104,7 +103,7 @@ class Placement:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory: what is resident, the ring, and the cache of experts."""
+        """Device memory: resident weights, the ring, and the cache of experts."""
         resident_bytes = self.small_bytes + self.nbytes(Delivery.RESIDENT)
         return resident_bytes + self.ring_slots * self.slot_bytes + self.cache_bytes
 
@@ -115,12 +114,12 @@ class Placement:
 
     @property
     def held_bytes(self) -> int:
-        """Host memory for experts that cross over from there."""
+        """Host memory for the experts in ``held``."""
         return sum(c.nbytes for c in self.cached if c.name in self.held)
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory through which what is read from disk crosses over to the device."""
+        """Host memory in which reads from disk are staged for the device."""
         if not self.to_device:
             return 0
         streamed = [c for c, d in zip(self.weight_units, self.deliveries, strict=True) if d is Delivery.STREAM]
@@ -130,17 +129,17 @@ class Placement:
 
     @property
     def pass_bytes(self) -> int:
-        """Read from disk for every forward (of an embedding: nothing that counts; of experts: what is chosen)."""
+        """Bytes read from disk in every forward, without rows of embeddings (few) and chosen experts."""
         return self.nbytes(Delivery.STREAM)
 
     @property
     def cached(self) -> list[WeightUnit]:
-        """The experts that share the cache."""
+        """The units of experts that share the cache."""
         return [c for c, d in zip(self.weight_units, self.deliveries, strict=True) if d is Delivery.EXPERTS]
 
     @property
     def missed_bytes(self) -> int:
-        """Of experts that are not in the cache when it is full."""
+        """Bytes of experts for which the cache has no room."""
         return cache_most_bytes(self.cached) - self.cache_bytes
 
     def of(self, name: str) -> Delivery:
@@ -157,7 +156,7 @@ class Placement:
 
 
 def more_for(least_bytes: int) -> str:
-    """What to do where weights need ``least_bytes`` of device memory, and nothing else has a part of it."""
+    """The advice in a BudgetError where weights need ``least_bytes`` of device memory, and only weights use it."""
     return f"Give device_memory at least {least_bytes} bytes."
 
 
@@ -172,13 +171,13 @@ def place(
     held_bytes: int | None = None,
     more: Callable[[int], str] = more_for,
 ) -> Placement:
-    """Deliveries for ``weight_units`` within the budgets; no ``device_bytes``: no limit. ``to_device``: the device
-    is a memory of its own: then nothing is computed from where it lies on the host unless a rule says so.
-    ``held_bytes``: of ``host_bytes``, what experts may bring them to; ``None`` is all of it.
+    """Choose deliveries for ``weight_units`` within the budgets. ``device_bytes`` of ``None``: no limit. ``to_device``:
+    the device has memory of its own, so computing from host memory happens by a rule only. ``held_bytes``: the part of
+    ``host_bytes`` up to which experts may be kept there without a device budget; ``None``: all of it.
 
-    Rules are obeyed; everything else stays in device memory while it fits, then goes to host memory while that fits,
-    then is streamed; experts get what is left as a cache. Raises BudgetError when nothing fits, with the least budget
-    that does, and what ``more`` says to do about it; ConfigError for a rule that matches nothing.
+    Rules decide first. Of the rest, what fits is resident; then host memory is filled; then units are streamed. Experts
+    get the remaining device memory as a cache. Raises BudgetError when nothing fits, with the least budget that does
+    and the advice ``more(least_bytes)``; ConfigError for a rule that matches no unit.
     """
     together, apart, fixed = _ruled(weight_units, tuple(rules))
     whole = _placement(together, [fixed.get(c.name, Delivery.RESIDENT) for c in together], small_bytes, RING_SLOTS)
@@ -191,7 +190,7 @@ def place(
         return _within_host(_held(_cached(whole, device_bytes - whole.device_bytes), host_bytes), host_bytes)
     needs: list[int] = []
     for units in (apart, together) if len(apart) > len(together) else (together,):
-        found = _squeezed(units, fixed, small_bytes, device_bytes, host_bytes, needs, to_device)
+        found = _smallest_reads(units, fixed, small_bytes, device_bytes, host_bytes, needs, to_device)
         if found is not None:
             return found
     least, largest = min(needs, default=small_bytes), max((c.nbytes for c in apart), default=0)
@@ -202,7 +201,7 @@ def place(
     )
 
 
-def _squeezed(
+def _smallest_reads(
     weight_units: Sequence[WeightUnit],
     fixed: Mapping[str, Delivery],
     small_bytes: int,
@@ -211,7 +210,7 @@ def _squeezed(
     needs: list[int],
     to_device: bool,
 ) -> Placement | None:
-    """The units with as little as possible read per forward; ``None`` when it needs more: ``needs`` says what."""
+    """The placement that reads least per forward; ``None`` if none fits. ``needs`` gets the device bytes of each."""
     refused: BudgetError | None = None
     found = False
     for slots in (RING_SLOTS, RING_SLOTS_LEAST):
@@ -236,7 +235,7 @@ def _squeezed(
 
 
 def _slot_limits(weight_units: Sequence[WeightUnit], fixed: Mapping[str, Delivery]) -> list[int]:
-    """How large a slot of the ring may be: no ring (0), or as large as one of the units."""
+    """Candidates for the largest slot of the ring: none (0), or the size of one of the units."""
     ringed = [c.ring_bytes for c in weight_units if c.name in fixed and fixed[c.name].rings]
     free = {c.ring_bytes for c in weight_units if c.name not in fixed and not c.rows and not c.experts}
     return sorted(size for size in {0, *free, *ringed} if size >= max(ringed, default=0))
@@ -251,8 +250,8 @@ def _least(
     limit: int,
     to_device: bool,
 ) -> Placement:
-    """As little device memory as can be with slots of at most ``limit`` bytes: what is larger goes to host memory if it
-    fits there, else it must be resident.
+    """The placement with the least device memory whose slots have at most ``limit`` bytes: larger units are mapped if
+    host memory has room, else resident.
     """
     chosen = [fixed.get(c.name, _offloaded(c)) for c in weight_units]
     left_bytes = host_bytes - sum(c.nbytes for c, d in zip(weight_units, chosen, strict=True) if d.on_host)
@@ -265,14 +264,14 @@ def _least(
 
 
 def _offloaded(weight_units: WeightUnit) -> Delivery:
-    """What takes the least memory."""
+    """The delivery that takes the least memory."""
     return Delivery.ROWS if weight_units.rows else Delivery.EXPERTS if weight_units.experts else Delivery.STREAM
 
 
 def _fill(placement: Placement, fixed: Mapping[str, Delivery], device_bytes: int, host_bytes: int) -> Placement:
-    """What is streamed, cached or read by rows comes up while there is room: to device memory, else to host memory. The
-    ring stays as it is, so that room is counted once. Experts come last, and what is left is their cache's: of a layer
-    everything else is used for every token. Rows of embeddings cost next to nothing.
+    """Make streamed units resident while there is room, else keep them in host memory. The ring keeps its size, so that
+    its memory is counted once. Experts come last, and get what is left as their cache, since a token uses all else of
+    a layer. Embeddings read by rows come after them: reading rows costs next to nothing.
     """
     weight_units, chosen = placement.weight_units, list(placement.deliveries)
     device_left, host_left = device_bytes - placement.device_bytes, host_bytes - placement.host_bytes
@@ -305,8 +304,8 @@ def _fill(placement: Placement, fixed: Mapping[str, Delivery], device_bytes: int
 
 
 def _held(placement: Placement, host_bytes: int) -> Placement:
-    """The same with as many experts in host memory as there is room for, where they cross over from there. On a CPU
-    they are mapped instead.
+    """``placement`` with as many experts in host memory as fit, on a device with memory of its own. (On a CPU they are
+    mapped instead.)
     """
     for weight_units in placement.cached if placement.to_device else ():
         more = replace(placement, held=placement.held | {weight_units.name})
@@ -316,7 +315,7 @@ def _held(placement: Placement, host_bytes: int) -> Placement:
 
 
 def _cached(placement: Placement, more_bytes: int) -> Placement:
-    """The same with a cache of experts that is larger by at most so much."""
+    """``placement`` with its cache of experts larger by at most ``more_bytes``."""
     most_bytes = cache_most_bytes(placement.cached)
     return replace(placement, cache_bytes=min(most_bytes, placement.cache_bytes + more_bytes))
 
@@ -324,8 +323,8 @@ def _cached(placement: Placement, more_bytes: int) -> Placement:
 def _ruled(
     weight_units: Sequence[WeightUnit], rules: tuple[Rule, ...]
 ) -> tuple[list[WeightUnit], list[WeightUnit], dict[str, Delivery]]:
-    """What the rules say of which unit. Experts are a unit of their own where another rule decides about them than
-    about their layer, at first, and in the second list wherever no rule decides.
+    """Two divisions into units, and the deliveries that rules fix, by name. In the first, experts are apart from their
+    layer where another rule decides about them; in the second, also wherever no rule decides about the layer.
     """
     fixed: dict[str, Delivery] = {}
     for rule in rules:
@@ -361,7 +360,7 @@ def _abridged(names: list[str]) -> list[str]:
 def _spread(
     weight_units: Sequence[WeightUnit], chosen: list[Delivery], fixed: Mapping[str, Delivery]
 ) -> list[Delivery]:
-    """The same deliveries among equal layers, evenly mixed."""
+    """``chosen``, with the streamed ones among equal layers spread evenly."""
     spread = list(chosen)
     by_size: dict[tuple[int, int, int], list[int]] = {}
     for at, c in enumerate(weight_units):
@@ -379,7 +378,7 @@ def _spread(
 def _placement(
     weight_units: Sequence[WeightUnit], chosen: Sequence[Delivery], small_bytes: int, slots: int
 ) -> Placement:
-    """With the smallest cache that works."""
+    """With the smallest possible cache of experts."""
     ringed = any(delivery.rings for delivery in chosen)
     cached = [c for c, d in zip(weight_units, chosen, strict=True) if d is Delivery.EXPERTS]
     least_bytes = cache_least_bytes(cached)

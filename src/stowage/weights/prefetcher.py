@@ -1,9 +1,8 @@
-"""A few buffers that are filled ahead, in the order in which a model's modules ask: the one prefetcher of weights.
+"""The prefetcher of weights: a few buffers that are filled ahead, in the order in which a model's modules run.
 
-Owns which buffer is free, is being filled with which unit, or is lent to the module that computes from it. A buffer
-that is lent is never written to. Asking in another order than expected costs time, never exactness. Where the buffers
-are and what fills them is a subclass's: reads from disk into host memory (``ring``), copies to a device
-(``device_prefetcher``).
+Owns the state of each buffer: free, being filled with a unit, or lent to the module that computes from it. A lent
+buffer is never written to. Modules that run in another order than expected cost time, never exactness. Subclasses own
+the memory and fill it: reads from disk into host memory (``ring``), copies to a device (``device_prefetcher``).
 
     free --fill--> being filled with a unit --take--> lent to its module --give back--> free
 """
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from stowage.errors import ModelError, TransferError
-from stowage.weights.turn import TWO_FORWARDS
+from stowage.weights.forward_lock import TWO_FORWARDS
 
 __all__ = ["Prefetcher"]
 
@@ -46,40 +45,40 @@ class Prefetcher(ABC, Generic[_Filling, _Lent]):
         self._begun: deque[_Begun] = deque()
         self._lent: dict[int, tuple[int, int]] = {}
 
-    # Where the buffers are
+    # For subclasses: where the buffers are, and what fills them
 
     @abstractmethod
     def _fill(self, unit: int, buffer: int) -> _Filling:
-        """Begin to fill ``buffer`` with ``unit``. Raises TransferError where that may go well another time."""
+        """Begin to fill ``buffer`` with ``unit``. Raises TransferError where a retry may succeed."""
 
     @abstractmethod
     def _arrive(self, filling: _Filling, buffer: int) -> None:
-        """Return when ``buffer`` may be computed from, or is not written to any more."""
+        """Wait until ``buffer`` may be computed from, or, after an error, is not written to any more."""
 
     @abstractmethod
     def _raise_error(self, filling: _Filling) -> None:
-        """Raise what went wrong while it was filled."""
+        """Raise the error with which filling ended, if any."""
 
     @abstractmethod
     def _show(self, unit: int, buffer: int) -> _Lent:
-        """``buffer``, which is full of ``unit``, for who computes from it."""
+        """What a module that computes from ``buffer``, which holds ``unit``, gets."""
 
     def _ahead(self, _unit: int) -> bool:
         """Whether filling may begin before the unit is asked for."""
         return True
 
     def _abandon(self, filling: _Filling, buffer: int) -> None:
-        """Return when ``buffer`` may be filled with something else."""
+        """Wait until ``buffer`` may be filled with something else."""
         self._arrive(filling, buffer)
 
     def _computed(self, buffer: int) -> None:
-        """All that computes from ``buffer`` has been asked for."""
+        """All computations from ``buffer`` have been started."""
 
-    # What is asked of it
+    # For callers
 
     def follow(self, order: Sequence[int]) -> None:
-        """Units will be asked for in this order, again and again; some may come more than once. One that it does not
-        name ends it (`take`).
+        """Expect units in this order, again and again. A unit may occur more than once. `take` of a unit that is not in
+        the order returns to the order of numbers.
         """
         assert order and set(order) <= set(range(self._units))
         if self._order != list(order):
@@ -87,7 +86,7 @@ class Prefetcher(ABC, Generic[_Filling, _Lent]):
             self._order, self._next = list(order), 0
 
     def start(self) -> None:
-        """Begin to fill what is free. What fails is tried again when it is asked for."""
+        """Begin to fill the free buffers. What fails is tried again by `take`."""
         while self._free and self._ahead(self._order[self._next]):
             try:
                 self._begin()
@@ -97,7 +96,7 @@ class Prefetcher(ABC, Generic[_Filling, _Lent]):
     def take(self, unit: int) -> _Lent:
         """The buffer with ``unit``, lent until `give_back`.
 
-        Raises what filling it raises (StorageError, TransferError), ModelError when a unit is taken by two threads at
+        Raises StorageError or TransferError when it could not be filled, ModelError when two threads take units at
         once.
         """
         thread = threading.get_ident()
@@ -118,8 +117,8 @@ class Prefetcher(ABC, Generic[_Filling, _Lent]):
         return self._show(unit, begun.buffer)
 
     def give_back(self, unit: int) -> None:
-        """What computes from the buffer of ``unit`` has been asked for: it is filled with what comes next. May be
-        called twice.
+        """End the loan of ``unit``'s buffer, and fill it with what comes next. All computations from it have been
+        started. May be called twice.
         """
         lent = self._lent.pop(unit, None)
         if lent is not None:
@@ -128,9 +127,7 @@ class Prefetcher(ABC, Generic[_Filling, _Lent]):
             self.start()
 
     def reset(self) -> None:
-        """Begin anew, whatever a forward left behind that did not end. Nothing writes into a buffer any more, and
-        nobody computes from one.
-        """
+        """Forget what a failed forward left behind. Call it when nothing writes into a buffer or computes from one."""
         self._lent.clear()
         self._begun.clear()
         self._free, self._next = deque(range(self._count)), 0
@@ -141,7 +138,7 @@ class Prefetcher(ABC, Generic[_Filling, _Lent]):
         assert sorted([*self._free, *(begun.buffer for begun in self._begun), *lent]) == list(range(self._count))
 
     def _seek(self, unit: int) -> None:
-        """Make ``unit`` the first that is being filled."""
+        """Give up what was begun before ``unit``, so that it is the first being filled."""
         while self._begun and self._order[self._begun[0].index] != unit:
             self._give_up(0)
         if self._begun:
@@ -166,7 +163,7 @@ class Prefetcher(ABC, Generic[_Filling, _Lent]):
         self._begun.append(_Begun(index, buffer, filling))
 
     def _drop(self) -> None:
-        """Give up what was begun, the last first, so that buffers are used in the same order again."""
+        """Give up what was begun, the last first, so that the buffers are used in the same order again."""
         while self._begun:
             self._give_up(-1)
 

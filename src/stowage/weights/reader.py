@@ -1,11 +1,11 @@
-"""Bytes of files into memory, by several threads.
+"""Reads bytes of files into memory, by several threads.
 
-Owns the threads and their queue. Reads go past the page cache, except for what lies there already: straight into memory
-where offset, length and memory are whole pages, through a page-aligned buffer of the thread where they are long. Every
-read that was asked for ends: done, or failed with the reason.
+Owns the threads and their queue. Reads bypass the page cache (``O_DIRECT``), except for what is cached already:
+directly into memory where offset, length and address are multiples of a page, through the thread's page-aligned buffer
+where they are not and the read is long. Every read ends: done, or failed with the reason.
 
-A packed tensor is read in one step and unpacked in another. Reading goes first: whichever thread has read goes on with
-what comes next, so that a disk that tells of several reads together has others to do while they are unpacked.
+A packed tensor is read in one step and unpacked in another. Reading goes first, so that a disk which reports several
+reads together has others in flight while these are unpacked.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ __all__ = ["Read", "Readers", "Stall", "Ticket"]
 
 THREADS: Final = 4
 READ_BYTES: Final = 1 << 20
-"""Per system call at least, of long reads: so that several threads share a small module evenly."""
+"""The least that one system call of a long read takes, so that several threads share a small module evenly."""
 READ_BYTES_MAX: Final = 4 << 20
-"""Of a large module: fewer calls leave more of the processor to who computes (8 to 10 % of a step, with 1 MiB)."""
+"""The most, for a large module: fewer calls leave more processor time for computing (8 to 10 % of a step, at 1 MiB)."""
 _UNPACKING: Final = 4
-"""Threads besides, where anything is packed: with half as many, too few read while the others unpack (1.30 instead of
-1.45 of the disk's rate)."""
+"""Additional threads where a tensor is packed: with half as many, too few read while the others unpack (1.30 instead of
+1.45 times the disk's rate)."""
 _PACKED_BYTES: Final = 2 << 20
-"""Of a packed tensor at most: two thirds of it are read by one call."""
+"""The most of a packed tensor, unpacked, in one part: one call reads about two thirds as many bytes."""
 _READ_BUFFER_BYTES: Final = 4 << 20
-"""That one part of a packed tensor takes packed, with the frames and pages around it."""
+"""The most that one part of a packed tensor takes packed, with the frames and pages around it."""
 _HALF_BYTES: Final = HUGE_BYTES // 2
 _AROUND_BYTES: Final = _HALF_BYTES - 2 * PAGE_BYTES
-"""Of what does not begin on a page: with the pages around it, half a huge page."""
+"""The most of one unaligned part: with the pages around it, half a huge page."""
 _BUFFERED_BYTES: Final = 64 << 10
-"""Shorter reads, as of an embedding's rows, are left to the page cache."""
+"""Shorter unaligned reads, such as an embedding's rows, go through the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Fill ``into`` from ``offset`` of ``source``: a file, or host memory (then ``offset`` counts in it)."""
+    """Fill ``into`` from byte ``offset`` of ``source``: a file, or host memory."""
 
     source: File | memoryview
     offset: int
@@ -66,7 +66,7 @@ class Read:
 
 
 class Ticket:
-    """Some reads that belong together. Whoever waits may be interrupted anywhere, and wait again."""
+    """Reads that belong together. A wait for them may be interrupted at any instruction, and repeated."""
 
     __slots__ = ("_latch", "_left", "_lock", "error")
 
@@ -90,7 +90,7 @@ class Ticket:
                 self._latch.release()
 
     def wait(self, timeout_s: float) -> None:
-        """Until all have ended, well or not. Raises StorageError when the time is over."""
+        """Wait until all have ended, successfully or not. Raises StorageError after ``timeout_s``."""
         if self.done:
             return
         if not self._latch.acquire(timeout=timeout_s):
@@ -98,7 +98,7 @@ class Ticket:
         self._latch.release()
 
     def raise_error(self) -> None:
-        """Raises StorageError when a read failed; all have ended."""
+        """Raises StorageError if a read failed. Call it when all have ended."""
         if self.error is not None:
             raise StorageError(
                 f"weights could not be read: {self.error}. The request failed; the next one tries again."
@@ -107,7 +107,7 @@ class Ticket:
 
 @dataclass(slots=True)
 class Stall:
-    """How long somebody has waited for reads, in all, who waits for none longer than ``timeout_s``."""
+    """Waits for reads, each at most ``timeout_s``, and adds up the time."""
 
     timeout_s: float
     seconds: float = 0.0
@@ -124,7 +124,7 @@ class Stall:
 
 
 class _End(enum.Enum):
-    """The last word in a queue."""
+    """The last item of a queue."""
 
     END = enum.auto()
 
@@ -133,7 +133,7 @@ _END: Final = _End.END
 
 
 class _Batch:
-    """Reads that can be given up together."""
+    """Reads that are cancelled together."""
 
     __slots__ = ("given_up",)
 
@@ -143,7 +143,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Part:
-    """Of a read: what one thread does in one go."""
+    """A part of a read, which one thread does at once."""
 
     read: Read
     ticket: Ticket
@@ -152,7 +152,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _PackedPart:
-    """One of a packed tensor, and the memory that it is read into."""
+    """A part of a packed tensor, and the buffer that its packed bytes are read into."""
 
     part: _Part
     source: PackedTensor
@@ -161,9 +161,10 @@ class _PackedPart:
 
 
 class _Work:
-    """What the threads share. They know nothing else, so they end when nobody has the readers any more.
+    """What the threads share. They have no reference to `Readers`, so that they end when it is dropped.
 
-    What is packed waits apart, so that a thread can choose. ``queue`` has None for it: somebody may do a step of that.
+    Packed parts wait in queues of their own, so that a thread can choose between reading and unpacking. For each step
+    of theirs that can be done there is a ``None`` in ``queue``.
     """
 
     __slots__ = ("arrived", "busy", "halves", "lock", "packed", "queue", "read_buffers")
@@ -171,11 +172,11 @@ class _Work:
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[_Part | _End | None] = queue.SimpleQueue()
         self.busy: set[int] = set()
-        """Threads that may be writing to memory."""
+        """Ids of the threads that may be writing to memory."""
         self.halves: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        """Of huge pages that one thread's buffer shares with the next one's."""
+        """Unused halves of huge pages; the other half is a thread's buffer."""
         self.lock = threading.Lock()
-        """For what follows."""
+        """Guards the fields below."""
         self.packed: deque[_PackedPart] = deque()
         """To be read."""
         self.arrived: deque[_PackedPart] = deque()
@@ -183,13 +184,13 @@ class _Work:
         self.read_buffers = ReadBuffers(_READ_BUFFER_BYTES)
 
     def call(self) -> None:
-        """If there is a step to be done, somebody else may do it. The lock is held, after anything changed."""
+        """Wake a thread if a step of a packed part can be done. Call it with the lock held, after any change."""
         if self.arrived or (self.packed and self.read_buffers.can_acquire):
             self.queue.put(None)
 
 
 class Readers:
-    """``threads`` of them, started with the first read. They end with `close`, or when this is dropped."""
+    """Reading threads, started with the first read. They end with `close`, or when this object is dropped."""
 
     def __init__(self, threads: int = THREADS) -> None:
         self._count = threads
@@ -203,7 +204,7 @@ class Readers:
         weakref.finalize(self, self._work.queue.put, _END).atexit = False
 
     def start(self, reads: Sequence[Read]) -> Ticket:
-        """Begin ``reads``, in their order, after those that were begun before."""
+        """Queue ``reads``, in their order."""
         assert not self._closed, "closed readers read nothing"
         is_packed = any(isinstance(read.source, PackedTensor) for read in reads)
         while len(self._threads) < self._count + _UNPACKING * is_packed:
@@ -229,8 +230,8 @@ class Readers:
         return ticket
 
     def drain(self, timeout_s: float) -> None:
-        """Give up what was begun and is not done. When this returns nothing is written to memory any more. May be
-        interrupted, and called again. Raises StorageError when the time is over.
+        """Cancel all reads. When this returns, no thread writes to memory any more. May be interrupted, and called
+        again. Raises StorageError after ``timeout_s``.
         """
         self._batch.given_up = True
         until_s = time.monotonic() + timeout_s
@@ -241,11 +242,11 @@ class Readers:
         self._batch = _Batch()
 
     def forked(self) -> None:
-        """This is another process than the one whose threads were reading: it has none of them."""
+        """Call it in a forked process, which has none of the threads: starts anew."""
         self._begin()
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """End the threads after what is queued. Whether all have ended: if not, their memory must stay."""
+        """End the threads after what is queued. Returns whether all have ended; if not, their memory must stay."""
         self._closed = True
         self._work.queue.put(_END)
         threads = [thread for thread in self._threads if thread is not threading.current_thread()]
@@ -255,7 +256,7 @@ class Readers:
 
 
 def _run(work: _Work) -> None:
-    """A thread's life. The last word in the queue is for all threads."""
+    """The thread function. The last item of the queue ends all threads."""
     buffer = _Buffer(work.halves)
     while (part := work.queue.get()) is not _END:
         if isinstance(part, _Part):
@@ -265,19 +266,19 @@ def _run(work: _Work) -> None:
             _step(work)
         del part
     while _step(work):
-        pass  # whoever still reads unpacks it, too
+        pass  # a thread that still reads unpacks that, too
     work.queue.put(_END)
 
 
 def _done(work: _Work, part: _Part, fill: Callable[[], None]) -> bool:
-    """Whether that could be done. If not, whoever waits is told."""
+    """Call ``fill``. Returns whether it succeeded; an error goes to the part's ticket."""
     own = threading.get_ident()
-    work.busy.add(own)  # before the look: who gives up waits for whoever looked earlier
+    work.busy.add(own)  # before given_up is read: ``drain`` waits for the busy threads
     try:
         if part.batch.given_up:
-            raise StorageError("reading was given up, because the forward that asked did not end")
+            raise StorageError("reading was cancelled, because the forward that needed it failed")
         fill()
-    except Exception as error:  # noqa: BLE001  # a thread's outermost frame: whoever waits is told
+    except Exception as error:  # noqa: BLE001  # a thread's outermost frame: the ticket gets the error
         part.ticket.ended(error)
         return False
     finally:
@@ -286,7 +287,7 @@ def _done(work: _Work, part: _Part, fill: Callable[[], None]) -> bool:
 
 
 def _step(work: _Work) -> bool:
-    """Read the next part of what is packed, or else unpack one that was read. False: there is nothing to do now."""
+    """Read the next packed part, or else unpack one that was read. Returns False if there is nothing to do."""
     packed = arrived = None
     with work.lock:
         if work.packed and work.read_buffers.can_acquire:
@@ -341,8 +342,9 @@ def _parts(read: Read, part_bytes: int) -> list[Read]:
 
 
 class _Buffer:
-    """A thread's, for its longest read with the pages around it: half a huge page, whose other half another thread has.
-    It takes memory when it is used first.
+    """A thread's buffer for an unaligned read with the pages around it: half a huge page, allocated at first use.
+    Another
+    thread has the other half.
     """
 
     def __init__(self, halves: queue.SimpleQueue[memoryview]) -> None:
@@ -368,7 +370,7 @@ def _address(memory: memoryview) -> int:
 
 
 def _copy(source: memoryview, into: memoryview) -> None:
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))  # others compute meanwhile
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))  # releases the interpreter's lock
 
 
 def _in_whole_pages(read: Read) -> bool:

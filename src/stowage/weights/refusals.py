@@ -1,5 +1,5 @@
-"""What a model whose weights come and go says to those who want more of it than answers: that it can be saved, or be
-trained with what was added to it, or why not. Every method here takes the place of the model's own, on this one object.
+"""Replaces methods of a model with offloaded weights: saving and training do what is possible, the rest raises
+ModelError with the reason. Each replacement is an attribute of this one object, in front of its class's method.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _NAMES = (
 def guard(
     model: Any, read: saving.Read, offloaded: bool, learns: Callable[[], Any], checkpoint: Callable[..., Any]
 ) -> None:
-    """Put them there. ``read`` gives a copy of a parameter or buffer by its name; ``offloaded``: whether some are
-    offloaded. ``learns`` gives something where a forward would compute gradients, and may refuse; ``checkpoint``
-    computes a layer and, for its gradients, computes it again.
+    """Replace the methods of ``model``. ``read(name)``: a copy of a parameter or buffer. ``offloaded``: whether some
+    parameters are offloaded (else all are resident or mapped). ``learns``: returns ``None`` if a forward would compute
+    no gradients, and may raise. ``checkpoint``: as ``torch.utils.checkpoint.checkpoint``.
     """
     own: dict[str, Any] = {name: getattr(model, name, None) for name in _NAMES}
     told = {
@@ -89,12 +89,12 @@ def _put(model: Any, name: str, own: Any, instead: Callable[..., Any]) -> None:
 
 def _refuse(what: str, why: str, *_args: Any, **_kwargs: Any) -> Any:
     done = {"__deepcopy__": "be copied", "__getstate__": "be pickled", "state_dict": "give all of them at once"}
-    raise ModelError(f"a model whose weights come and go cannot {done.get(what, f'do {what}()')}: {why}")
+    raise ModelError(f"a model with offloaded weights cannot {done.get(what, f'do {what}()')}: {why}")
 
 
 def _state(own: Callable[..., Any], why: str, *args: Any, **given: Any) -> Any:
-    """What is around the model, as PEFT's adapters are, may ask for a dictionary of everything, and take its own from
-    it. In that a weight is what it is in the model: one that is offloaded says so to who reads it.
+    """Modules around the model, such as PEFT's, ask for a dictionary of all parameters to take their own from it. They
+    get it; offloaded parameters in it raise when they are read.
     """
     if given.get("destination") is None:
         _refuse("state_dict", why)
@@ -109,7 +109,7 @@ def _state(own: Callable[..., Any], why: str, *args: Any, **given: Any) -> Any:
 def _train(model: nn.Module, own: Callable[[bool], Any], learns: Callable[[], Any], mode: bool = True) -> Any:
     if mode and learns() is None and any(p.requires_grad for p in model.parameters()):
         raise ModelError(
-            "weights that come and go have no gradients, so the model cannot be trained as it is. What is added to it "
+            "offloaded weights have no gradients, so the model cannot be trained as it is. What is added to it "
             "can, LoRA for example, while its weights are frozen: peft.get_peft_model(model, LoraConfig(...)). "
             f"{_WHOLE}"
         )
@@ -117,9 +117,8 @@ def _train(model: nn.Module, own: Callable[[bool], Any], learns: Callable[[], An
 
 
 def _named(model: nn.Module, own: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Who puts adapters into a model looks through its parameters then, to freeze the others. From then on none of
-    these layers can be merged: the first might stay in memory, and be changed before the next one says that it is
-    offloaded.
+    """PEFT calls this after it has put adapters into the model. From then on its layers refuse ``merge``: it would
+    change those in memory before it fails at the first one that is offloaded.
     """
     for module in model.modules():
         if hasattr(module, "base_layer") and hasattr(module, "merge"):  # PEFT's
@@ -130,7 +129,7 @@ def _named(model: nn.Module, own: Callable[..., Any], *args: Any, **given: Any) 
 def _checkpoint(
     model: nn.Module, own: Callable[..., Any], checkpoint: Callable[..., Any], *args: Any, **given: Any
 ) -> None:
-    """As Transformers does it, and weights are there when a layer is computed again."""
+    """As Transformers' own, with ``checkpoint``, which delivers a layer's weights for the second computation."""
     own(*args, **given)
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
@@ -138,10 +137,8 @@ def _checkpoint(
 
 
 def _apply(model: nn.Module, own: Callable[..., Any], fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-    """``to``, ``half`` and the like: what leaves everything as it is may be asked for, and anything else is refused
-    before something has changed.
-    """
+    """``to``, ``half`` and the like: allowed if they change no offloaded weight; else they raise before any change."""
     for parameter in model.parameters():
         if isinstance(parameter, OffloadedParameter) and fn(parameter) is not parameter:
-            raise ModelError(f"weights that come and go are of the type and on the device that they have. {_WHOLE}")
+            raise ModelError(f"offloaded weights keep their dtype and their device. {_WHOLE}")
     return model if all(fn(t) is t for t in model.buffers()) else own(fn, recurse)

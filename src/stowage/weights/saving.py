@@ -1,8 +1,8 @@
-"""Writes a model whose weights come and go as Transformers' ``save_pretrained`` would, one tensor in memory at a time.
+"""Writes a model with offloaded weights as Transformers' ``save_pretrained`` would, one tensor in memory at a time.
 
-Everything is written aside, in a directory of its own inside the target, and gets its name when all of it is on the
-disk. So the directory that the model runs from may be saved onto: its files stay as they are for who has them open,
-and until the last byte is written they stay for everybody. What then fails leaves the old checkpoint or the new one.
+Everything is written to a temporary directory inside the target, and renamed when all of it is on disk. So the
+directory that the model runs from may be the target: processes that have its files open keep them, and until the last
+byte is written nothing is replaced. A failure leaves the old checkpoint, or the new one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stowage.weights.quantized.writer import DTYPES, write_all
 __all__ = ["Read", "save"]
 
 Read = Callable[[str], Tensor]
-"""From the name of a parameter or buffer to a copy of it in host memory."""
+"""Returns a copy of a parameter or buffer in host memory, given its name."""
 
 _SHARD_BYTES: Final = "50GB"
 _HEADER_BYTES_MAX: Final = 64 << 20
@@ -38,7 +38,7 @@ _TAKEN: Final = ("is_main_process", "variant", "token", "save_peft_format", "saf
 
 def save(model: Any, read: Read, plain: Callable[..., None], directory: str | os.PathLike[str], **options: Any) -> None:
     """``save_pretrained(directory, max_shard_size=, variant=, save_original_format=)`` of ``model``; ``plain`` is
-    Transformers' own. Raises ConfigError, UnsupportedModelError and StorageError, and then nothing has changed there.
+    Transformers' own. Raises ConfigError, UnsupportedModelError and StorageError, and then nothing in it has changed.
     """
     shard_bytes = parse_size(options.pop("max_shard_size", _SHARD_BYTES))
     original = bool(options.pop("save_original_format", True))
@@ -77,17 +77,17 @@ def _refuse(model: Any, options: Mapping[str, Any]) -> None:
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModelError(
-            "a model with an adapter cannot be saved while its weights come and go: load it without a budget."
+            "a model with an adapter and offloaded weights cannot be saved: load it without a budget."
         )
     if options.get("state_dict") is not None or options.get("push_to_hub"):
         raise UnsupportedModelError(
-            "save_pretrained() of a model whose weights come and go takes no state_dict and pushes to no hub: save it "
+            "save_pretrained() of a model with offloaded weights takes no state_dict and pushes to no hub: save it "
             "to a directory, and go on from there."
         )
     unknown = [name for name in options if name not in (*_TAKEN, "state_dict", "push_to_hub")]
     if unknown:
         raise ConfigError(
-            f"save_pretrained() of a model whose weights come and go does not know {', '.join(unknown)}: leave it out."
+            f"save_pretrained() of a model with offloaded weights does not know {', '.join(unknown)}: leave it out."
         )
 
 
@@ -101,15 +101,15 @@ def _check_room(target: Path, nbytes: int) -> None:
 
 
 def _header_bytes(kept: Mapping[str, Tensor]) -> int:
-    """Room for the header of a shard. Stacked experts become a tensor or two for each; what does not fit into it goes
-    on in another shard.
+    """Bytes reserved for the header of each shard. Stacked experts become one or two tensors per expert. Tensors whose
+    entries do not fit into the header begin another shard.
     """
     each = [(_ENTRY_BYTES + 6 * len(name) + 100) * (2 * len(f) if f.dim() > 2 else 1) for name, f in kept.items()]
     return min(-(-(sum(each) + 256) // 4096) * 4096, _HEADER_BYTES_MAX)
 
 
 def _converted(model: Any, read: Read, original: bool, kept: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as a checkpoint has them. Where several become one, those of a layer are read together."""
+    """Names and tensors of the checkpoint. Where it joins several parameters, those of a layer are read together."""
     from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
     conversions = [c.reverse_transform() for c in getattr(model, "_weight_conversions", None) or []]
@@ -124,7 +124,7 @@ def _converted(model: Any, read: Read, original: bool, kept: Iterable[str]) -> I
 
 
 def names(model: Any) -> dict[str, Tensor]:
-    """What belongs into a checkpoint, without values: each parameter once, and persistent buffers."""
+    """The tensors of a checkpoint, on the meta device: each parameter once, and persistent buffers."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     found: dict[str, Tensor] = {}
@@ -140,14 +140,14 @@ def names(model: Any) -> dict[str, Tensor]:
         found.pop(name, None)
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        if name in found and source in found and own[name] is own[source]:  # packed ones have names of their own
+        if name in found and source in found and own[name] is own[source]:  # packed parameters have other names
             del found[name]
     kept: dict[str, Tensor] = remove_tied_weights_from_state_dict(found, model)
     return kept
 
 
 class _Shard:
-    """A safetensors file with room for its header in front."""
+    """A safetensors file that is written front to back; its header, of a fixed size, comes last."""
 
     def __init__(self, path: Path, header_bytes: int) -> None:
         self.nbytes, self._used_bytes, self._header_bytes = 0, 128, header_bytes
@@ -155,7 +155,7 @@ class _Shard:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def takes(self, name: str, values: Tensor, most_bytes: int) -> bool:
-        """Whether there is room, and the offset suits its type."""
+        """Whether the tensor fits, and its offset is a multiple of its element size."""
         full = self.entries and self.nbytes + values.nbytes > most_bytes
         wide = self._used_bytes + _ENTRY_BYTES + 6 * len(name) > self._header_bytes
         return not full and not wide and self.nbytes % values.dtype.itemsize == 0
@@ -228,8 +228,8 @@ def _index(end: str) -> str:
 
 
 def _name(aside: Path, target: Path, variant: str | None) -> None:
-    """Give what was written its names in ``target``. The index comes after what it names, and what belonged to the
-    checkpoint before and is no part of this one goes last.
+    """Rename what was written into ``target``: the index after the shards that it names. Files of an earlier checkpoint
+    that this one did not replace are deleted last.
     """
     end = f".{variant}.safetensors" if variant else ".safetensors"
     written = sorted(path.name for path in aside.iterdir())

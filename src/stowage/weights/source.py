@@ -1,7 +1,7 @@
-"""`WeightSource`: gives each module its parameters when its forward begins, and takes them back when it ends.
+"""`WeightSource`: delivers a module's parameters when its forward begins, and releases them when it ends.
 
 Owns the hooks on a model's units and everything behind them: ring, cache of experts, readers, files. One forward at a
-time has all of that (``passes``). Between forwards what comes and goes is offloaded (``offloaded_parameter``).
+time uses all of that (``forward_passes``). Between forwards the parameters are offloaded (``offloaded_parameter``).
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ _NO_TRIAL = (TypeError, ValueError, RuntimeError, IndexError, KeyError, Attribut
 
 
 class UncalledError(UnsupportedModelError):
-    """The model uses the weights of ``unit`` without calling it: kept resident, it can be loaded."""
+    """The model reads the weights of ``unit`` without calling it. It can be loaded with ``unit`` resident."""
 
     unit = ""
 
 
 class WeightSource(Deliveries):
     """Delivers ``loads`` to ``model``. Takes over ``checkpoint``, ``image`` and ``host_buffers``, and closes them.
-    ``carrier``: brings weights to the model's device, if that is another memory; ``host_buffers``: the host memory from
-    which it does.
+    ``carrier``: copies weights to the model's device if that has memory of its own, from ``host_buffers``.
     """
 
     def __init__(
@@ -59,38 +58,36 @@ class WeightSource(Deliveries):
     ) -> None:
         super().__init__(model, placement, loads, checkpoint, image, carrier, host_buffers)
         self.identity = ""
-        """Names the weights as they were loaded, where they have a name."""
+        """The digest of the weights as they were loaded, where it is known; see ``models.identity``."""
         self._named: AsNamed | None = None
         self._own = {id(parameter): parameter for parameter in model.parameters()}
         self._comes_and_goes = any(load.delivery is not Delivery.RESIDENT for load in loads)
         if self._comes_and_goes:
-            model.forward = self._passes.around(model.forward, self._learning)
+            model.forward = self._passes.wrap(model.forward, self._learning)
             offloaded = any(load.delivery is not Delivery.MAPPED for load in loads)
             guard(model, self.read, offloaded, self._learning, self._gradients.checkpoint)
 
     def name(self, identity: str) -> None:
-        """The weights are called ``identity``, as they are now."""
+        """Set the identity of the weights as they are now."""
         self.identity, self._named = identity, AsNamed(self._model)
 
     def identity_of_now(self) -> str:
-        """``identity``, or another one where somebody has changed the model since: a weight in memory, a layer, its
-        config.
-        """
+        """``identity``, or another digest if the model was changed since: a weight in memory, a layer, its config."""
         assert self._named is not None, "offloaded weights have a name"
         return self._named.name(self._model, self.identity)
 
     @property
     def waits(self) -> bool:
-        """Whether a forward waits for its turn while another thread is in one; else it is refused."""
-        return self._passes.turn.waits
+        """Whether a forward waits while another thread runs one. If not, it raises ModelError."""
+        return self._passes.lock.waits
 
     @waits.setter
     def waits(self, waits: bool) -> None:
-        self._passes.turn.waits = waits
+        self._passes.lock.waits = waits
 
     @property
     def crosses(self) -> bool:
-        """Whether weights are copied to another memory than the host's, beside what computes."""
+        """Whether weights are copied to a device with memory of its own while it computes."""
         return self._carrier is not None
 
     @property
@@ -137,11 +134,11 @@ class WeightSource(Deliveries):
 
     @torch.no_grad()
     def prove(self, part: Any, inputs: Callable[[int], Mapping[str, Any] | None]) -> None:
-        """Compute one token with ``part``, which is the model or in it, and some more where experts are cached: every
-        module must have got its weights, and the order in which they ask is learned. ``inputs``: of so many tokens, for
-        a forward; ``None``: it cannot be tried.
+        """Try ``part``, the model or a module in it, with one token, and with five where experts are cached: tests
+        that every module gets its weights, and learns their order. ``inputs(tokens)`` gives a forward's arguments, or
+        ``None`` if it cannot be tried.
 
-        Raises UnsupportedModelError when a weight was used that was offloaded.
+        Raises UnsupportedModelError when a weight was read while it was offloaded.
         """
         for tokens in (1, 5) if self._experts is not None else (1,):
             given = inputs(tokens)
@@ -154,7 +151,7 @@ class WeightSource(Deliveries):
             except OffloadedError as error:
                 self._refuse_uncalled(error.weight)
                 known = False
-            except _NO_TRIAL:  # it wants other inputs: what is offloaded when it is read says so then
+            except _NO_TRIAL:  # it needs other inputs: reading an offloaded weight raises in real use
                 return
             if not known:
                 raise UnsupportedModelError(
@@ -164,7 +161,7 @@ class WeightSource(Deliveries):
                 )
 
     def _refuse_uncalled(self, weight: str) -> None:
-        """Raise UncalledError for a module whose ``weight`` is read by others. A whole layer is no such module."""
+        """Raise UncalledError if ``weight`` belongs to a single module, not to a layer: others read it."""
         unit = next((load.unit.name for load in self._loads if weight in load.locations), "")
         if unit and not unit.rpartition(".")[2].isdigit():
             error = UncalledError(f"{weight} is used without its module being called, so it must be resident.")
@@ -172,7 +169,7 @@ class WeightSource(Deliveries):
             raise error
 
     def read(self, name: str) -> Tensor:
-        """A copy of a parameter or buffer of the model in host memory, also of one that is offloaded. Takes its turn.
+        """A copy of a parameter or buffer of the model in host memory, offloaded or not. Waits for the running forward.
 
         Raises ModelError for a name that the model does not have, StorageError and CheckpointError.
         """
@@ -183,7 +180,7 @@ class WeightSource(Deliveries):
             values = None
         if not isinstance(values, Tensor):
             raise ModelError(f"this model has no weight {name!r}: model.named_parameters() has their names.")
-        with self._passes.own():
+        with self._passes.exclusive():
             if isinstance(values, OffloadedParameter):
                 return copied(self._locations[id(values)], self._readers)
             return values.detach().cpu().clone()
@@ -194,9 +191,9 @@ class WeightSource(Deliveries):
             yield name, self.read(name)
 
     def _learning(self, given: Any = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-        """What a forward of ``given`` arguments is wrapped in from which something learns: parameters that were added,
-        or that stay in memory, or what makes its inputs, while all that come and go are frozen. Where these are not, as
-        they are loaded, it gets answers without gradients (``None``); but who added something to train is told.
+        """What to wrap a forward of ``given`` arguments in so that it computes gradients: for added parameters, for
+        resident ones, or for its inputs. All offloaded parameters must be frozen. They are not as a model is loaded:
+        then forwards compute no gradients (``None``), unless parameters were added: then this raises ModelError.
         """
         if not asked_of(given) and not self._unfrozen():
             return None
@@ -206,12 +203,12 @@ class WeightSource(Deliveries):
         if free:
             if added:
                 raise ModelError(
-                    f"{added} was added to a model whose weights come and go, and would get no gradient, because "
+                    f"{added} was added to a model with offloaded weights, and would get no gradient, because "
                     f"{free} is not frozen. Freeze its weights first: model.requires_grad_(False), as "
                     "peft.get_peft_model() does; for answers call it under torch.no_grad()."
                 )
             return None
-        if is_packed(self._model) and not added and not asked_of(given):  # codes are frozen as they are loaded
+        if is_packed(self._model) and not added and not asked_of(given):  # packed parameters are loaded frozen
             return None
         self._refuse_to_train(moving)
         return self._differentiable
@@ -219,9 +216,9 @@ class WeightSource(Deliveries):
     def _refuse_to_train(self, moving: Sequence[Load]) -> None:
         why = ""
         if self._carrier is not None:
-            why = f"weights that cross over to {self.device} are not brought backwards yet. Train on the CPU"
+            why = f"weights on {self.device} are not delivered to a backward pass yet. Train on the CPU"
         elif any(load.delivery is Delivery.EXPERTS for load in moving):
-            why = "a cache of experts has no backward pass. Let whole layers come and go, weights='*=stream'"
+            why = "a cache of experts has no backward pass. Stream whole layers instead, weights='*=stream'"
         elif is_packed(self._model):
             why = "packed weights have no backward pass. Train on the checkpoint that they were made from"
         if why:
@@ -235,35 +232,35 @@ class WeightSource(Deliveries):
         return differentiable
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise ModelError("what delivers the weights of a model cannot be copied: load the model again.")
+        raise ModelError("the weight source of a model cannot be copied: load the model again.")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ModelError("what delivers the weights of a model cannot be pickled: save it with save_pretrained(DIR).")
+        raise ModelError("the weight source of a model cannot be pickled: save the model with save_pretrained(DIR).")
 
     def close(self) -> None:
-        """Stop delivering, when the forward that runs has ended. The model cannot be used any more, unless everything
-        was resident. May be called twice. Raises ModelError inside of a forward.
+        """Wait for the running forward, then free everything. The model cannot be used any more, unless all weights
+        were resident. May be called twice. Raises ModelError inside a forward.
         """
         if self._gone:
             return
-        claim = self._passes.end(sys._getframe())
+        claim = self._passes.stop(sys._getframe())
         self.hide()
         for handle in self._handles:
             handle.remove()
         self._let_go()
         self._gone = True
-        self._passes.turn.give_back(claim)
+        self._passes.lock.release(claim)
 
     def __del__(self) -> None:
-        if not getattr(self, "_gone", True) and not sys.is_finalizing():  # then the process gives everything back
-            # Garbage is collected anywhere, also under modes of other people's forwards: they are not about this one.
+        if not getattr(self, "_gone", True) and not sys.is_finalizing():  # then the system frees everything
+            # Garbage may be collected inside other models' forwards, whose torch modes must not apply here.
             with torch._C.DisableTorchFunction(), _disable_current_modes():
                 self.close()
 
     @property
     def capturable(self) -> bool:
-        """Whether a whole forward can be captured, as a CUDA graph is, and done again (`apart`, `join`): all weights
-        are on the device or in pinned host memory, so each pass makes the same copies between the same addresses.
+        """Whether a whole forward can be captured and replayed, as a CUDA graph (`apart`, `join`): all weights are on
+        the device or in pinned host memory, so each forward makes the same copies between the same addresses.
         """
         still = (Delivery.RESIDENT, Delivery.MAPPED, Delivery.PREFETCH)
         if not all(load.delivery in still for load in self._loads):
@@ -272,8 +269,8 @@ class WeightSource(Deliveries):
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Forwards in here begin and join all of their copies by themselves, so that each can be captured. To be
-        entered before capturing, by the stream that will. Raises ModelError when the source is not ``capturable``.
+        """Context: each forward starts and waits for all of its copies itself, so that it can be captured. Enter it
+        before capturing, on the stream that captures. Raises ModelError when the source is not ``capturable``.
         """
         if not self.capturable:
             raise ModelError("weights that are read as they are asked for cannot be part of a captured step.")
@@ -287,18 +284,18 @@ class WeightSource(Deliveries):
 
     @property
     def hooks(self) -> frozenset[int]:
-        """The ids of its hooks, by which modules have them."""
+        """The ids of its hooks in the modules' hook tables."""
         return frozenset(handle.id for handle in self._handles)
 
     @property
     def moving(self) -> list[nn.Parameter]:
-        """What is not in memory for good, or is somewhere else in each forward."""
+        """The parameters that are not in memory between forwards, or have another address in each."""
         still = (Delivery.RESIDENT, Delivery.MAPPED)
         return [load.unit.parameters[n] for load in self._loads if load.delivery not in still for n in load.locations]
 
     def again(self, forward: Callable[[], Tensor]) -> Tensor:
-        """What ``forward`` gives: a forward of the whole model that was written down (``passes.written_by``). It is
-        done in its turn, and of files that did not change meanwhile, as any other. Raises what those raise.
+        """Replay ``forward``, a recorded forward of the whole model (``forward_passes.recorded_by``), with the lock
+        held; its files are checked for changes, as in any forward. Returns its output, and raises what forwards raise.
         """
 
         def checked() -> Tensor:
@@ -315,13 +312,13 @@ class WeightSource(Deliveries):
         return found
 
     def join(self) -> None:
-        """Before a captured forward is done again: it comes after all copies that other forwards have begun."""
+        """Call before replaying a captured forward, which then follows the copies that other forwards have started."""
         if self._device_prefetcher is not None:
             self._device_prefetcher.join()
 
     def check(self) -> None:
         """Invariants, between forwards."""
-        with self._passes.own():
+        with self._passes.exclusive():
             if self._ring is not None:
                 self._ring.check()
             if self._device_prefetcher is not None:

@@ -11,7 +11,7 @@ same: the kernels sum every output by itself.
 Many rows keep the threads busy with one layer, and several results would take memory; but where inputs are rounded to
 8 bits, they are then rounded once.
 
-Weights may come and go: layers are computed together only while the weights of all of them are there.
+Weights may be offloaded: layers are computed together only while the weights of all of them are in memory.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def _is_candidate(module: nn.Module) -> bool:
         and weight.dtype in kernels.DTYPES
         and (
             weight.is_contiguous() or isinstance(weight, OffloadedParameter)
-        )  # a long one may come and go with its layer
+        )  # a long one may be offloaded with its layer
         and list(inspect.signature(module.forward).parameters)[1:] == []
         and _eps(module) is not None
     )

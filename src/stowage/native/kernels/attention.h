@@ -6,7 +6,7 @@
  */
 
 #undef ADD_WIDE
-#define ADD_WIDE (LANES == 16 ? 4 : 2) /* vectors of sums that three and four rows have registers for */
+#define ADD_WIDE (LANES == 16 ? 4 : 2) /* vectors of sums for which there are registers with three and four rows */
 
 static const char *NAME(address)(const Attention *job, const Blocks *of, int64_t block, int64_t head, int64_t inside)
 {
@@ -15,8 +15,8 @@ static const char *NAME(address)(const Attention *job, const Blocks *of, int64_t
            + (offset + inside * of->token + head * of->head) * (job->half ? 2 : 4);
 }
 
-/* Where the key and the value at position `at` lie, and how many from there on, before `end`, are in the same block: a
- * division for each key takes longer than the rest. */
+/* Addresses of the key and value at position `at`; returns how many positions before `end` are in the same block. A
+ * division for each key would take longer than all else. */
 static int NAME(in_block)(const Attention *job, const Run *run, int64_t head, int64_t at, int64_t end,
                           const char **key, const char **value)
 {
@@ -26,7 +26,7 @@ static int NAME(in_block)(const Attention *job, const Run *run, int64_t head, in
     return (int)(end - at < job->block_tokens - inside ? end - at : job->block_tokens - inside);
 }
 
-/* Where keys and values at positions [at + low, at + high) lie, to the same rows of the tile. */
+/* Stores the addresses of keys and values at positions [at + low, at + high) in the same rows of the tile. */
 static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int64_t at, int low, int high, Scratch *s)
 {
     int64_t size = job->half ? 2 : 4, key_bytes = job->k.token * size, value_bytes = job->v.token * size;
@@ -40,7 +40,7 @@ static void NAME(fetch)(const Attention *job, const Run *run, int64_t head, int6
         }
 }
 
-/* Rows [low, high) of the tile, which are bfloat16, as floats from `to` on. */
+/* Widens rows [low, high) of the tile from bfloat16 to floats, to `to`. */
 static void NAME(widen_rows)(const void **rows, int low, int high, int64_t width, float *to)
 {
     for (int i = low; i < high; i++) {
@@ -49,7 +49,7 @@ static void NAME(widen_rows)(const void **rows, int low, int high, int64_t width
     }
 }
 
-/* The second cache is told of the keys and values at positions [at, end). */
+/* Prefetches the keys and values at positions [at, end) into the L2 cache. */
 static void NAME(announce)(const Attention *job, const Run *run, int64_t head, int64_t at, int64_t end)
 {
     int64_t size = job->half ? 2 : 4, key_bytes = job->k.token * size, value_bytes = job->v.token * size;
@@ -98,7 +98,7 @@ static inline ALWAYS float NAME(highest)(NAME(vec) v)
 #endif
 }
 
-/* cap * tanh(v / cap), by e^(-2|x|). What is not seen stays so. */
+/* cap * tanh(v / cap), by e^(-2|x|). Masked scores stay masked. */
 static inline ALWAYS NAME(vec) NAME(bend)(NAME(vec) v, float cap)
 {
     NAME(vec) x = v / cap;
@@ -108,8 +108,8 @@ static inline ALWAYS NAME(vec) NAME(bend)(NAME(vec) v, float cap)
     return (NAME(vec))(((NAME(ints))bent & seen) | ((NAME(ints))v & ~seen));
 }
 
-/* Scores of up to MANY rows become weights; what a row has already shrinks to the new largest score. Keys that a row does
- * not see weigh nothing. Each step is done for all rows before the next: those of one wait for one another. */
+/* Online softmax of up to MANY rows: scores become weights, and a row's sums are scaled to its new maximum. Masked keys
+ * weigh 0. Each step is done for all rows before the next, since the steps of one row depend on each other. */
 static void NAME(soften)(const Attention *job, int row, int rows, const int *from, const int *until,
                          float *const *scores, Scratch *s)
 {
@@ -153,7 +153,7 @@ static void NAME(soften)(const Attention *job, int row, int rows, const int *fro
     }
 }
 
-/* Values of keys [first, end), weighed, to R rows. */
+/* Adds the weighted values of keys [first, end) to R rows. */
 #define ADD(F, T, R, W)                                                                                                \
     static void NAME(add_##F##R)(int64_t width, const float *const *weights, int first, int end,                       \
                                  const void *const *values, float *const *out)                                         \
@@ -208,8 +208,8 @@ typedef void (*NAME(adder))(int64_t, const float *const *, int, int, const void 
 static const NAME(adder) NAME(adders)[2][MANY] = {ALL(f), ALL(b)};
 #undef ALL
 
-/* One tile for up to MANY rows, of which `way` says what is there already: [from, until) is what each sees of it. A key
- * that only some of them see is not given to the others: nothing times infinity is not nothing. */
+/* One tile for up to MANY rows; `way`: what is prepared of it; [from, until): the keys that each row sees. A masked key
+ * is not multiplied with weight 0, since its value may be infinite. */
 static void NAME(tile_rows)(const Attention *job, int row, int rows, int way, const int *from, const int *until,
                             Scratch *s)
 {

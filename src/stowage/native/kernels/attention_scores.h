@@ -8,7 +8,7 @@
  */
 
 #undef KEYS_WIDE
-#define KEYS_WIDE (LANES == 16 ? 4 : 2) /* vectors of keys that three and four rows have registers for */
+#define KEYS_WIDE (LANES == 16 ? 4 : 2) /* vectors of keys for which there are registers with three and four rows */
 
 /* Dot products of R rows with C keys, which are floats or bfloat16. */
 #define DOTS(WHAT, F, T, R, C)                                                                                         \
@@ -66,8 +66,8 @@ typedef void (*NAME(scorer))(const float *const *, const void *const *, int64_t,
 static const NAME(scorer) NAME(scorers)[2][MANY] = {ALL(f), ALL(b)};
 #undef ALL
 
-/* Keys [low, high) of the tile number by number: number d of key i is s->turned[d * KEYS + i]. What other keys have there
- * means nothing. */
+/* Transposes keys [low, high) of the tile: number d of key i is s->turned[d * KEYS + i]. The entries of other keys are
+ * undefined. */
 static void NAME(turn)(const Attention *job, int low, int high, Scratch *s)
 {
     for (int i = low / 4 * 4; i < high; i += 4) {
@@ -118,8 +118,8 @@ static inline ALWAYS void NAME(lane_sums)(const float *const *q, const float *ke
 #endif
 }
 
-/* What `score` gives, to the bit, of MANY rows and turned keys: a vector holds one number of LANES keys, so nothing is
- * added across a vector. */
+/* As `score`, to the bit, for MANY rows and transposed keys: a vector holds one number of LANES keys, so nothing is
+ * summed across a vector. */
 static void NAME(score_many)(const Attention *job, const float *const *q, int first, int end, Scratch *s)
 {
     int64_t whole = job->width / LANES * LANES;

@@ -12,10 +12,10 @@
 #define RAW_MAX (2 * WORDS_MAX)
 #define HEADER 8
 #define SERVED 15 /* blocks that take over the shape of one before them */
-#define WORSE 32  /* while they take no more than so much of its bytes, one part in this many, in addition */
-#define RESTING 3 /* after one that took more: so many blocks each have a shape of their own */
+#define WORSE 32  /* while they take at most one part in so many more bytes than it took */
+#define RESTING 3 /* after a block that took more, so many blocks each get a shape of their own */
 #define ROOM (WORDS_MAX + 64)
-#define CODED_MAX (4 * RAW_MAX) /* more than LEVELS_MAX levels of WIDTH_MAX planes, and all that is beside them */
+#define CODED_MAX (4 * RAW_MAX) /* room for LEVELS_MAX levels of WIDTH_MAX planes, and all else of a block */
 
 typedef struct {
     uint8_t high[ROOM], low[ROOM], values[2][ROOM], words[RAW_MAX + 64], coded[CODED_MAX];
@@ -51,8 +51,8 @@ typedef struct {
     const uint8_t *symbols, *planes;
 } Level;
 
-/* Reads `n` values into `scratch->high`. `at` is where the levels' headers begin, `*body` where what they say is.
-   Returns 0 unless all is as a writer puts it. */
+/* Reads `n` values into `scratch->high`. `at`: the levels' headers; `*body`: their data. Returns 0 for anything that
+   the writer would not write. */
 static int read_levels(const Steps *steps, Scratch *scratch, int n, int count, const uint8_t *at, const uint8_t **body,
                        const uint8_t *end) {
     Level levels[LEVELS_MAX];
@@ -167,11 +167,11 @@ static int gives_back(const Steps *steps, Scratch *scratch, int kind, int count,
     return other == 0;
 }
 
-/* A shape that was found for one block and serves the next ones: choosing takes a quarter of the time of packing. */
+/* A shape that was chosen for one block and is reused: choosing takes a quarter of the time of packing. */
 typedef struct {
     Shape shape;
     int uses, most; /* for so many blocks more, while their bodies take no more bytes than that */
-    int rest;       /* so many blocks are looked at singly before one serves others again */
+    int rest;       /* so many blocks get a shape of their own before one is reused again */
 } Known;
 
 /* Codes a block that was split, by the shape. Returns where it ends in `coded`. */
@@ -206,7 +206,7 @@ static int code_block(const Steps *steps, Scratch *scratch, uint8_t *coded, cons
     return at;
 }
 
-/* The same by the shape that is known, or by a new one. `*kind`: STORED where none takes fewer bytes. */
+/* The same by the reused shape, or a new one. `*kind`: STORED if neither saves bytes. */
 static int code_known(const Steps *steps, Scratch *scratch, uint8_t *coded, const uint8_t *source, int raw, Known *known,
                       Shape *shape, int *kind) {
     int whole = raw == RAW_MAX;

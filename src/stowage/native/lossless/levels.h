@@ -47,8 +47,8 @@ static inline uint64_t load64(const uint8_t *from) {
 /* Which of the 64 values from `at` on there are. */
 static inline uint64_t valid_from(int at, int n) { return n - at >= 64 ? ~0ull : (1ull << (n - at)) - 1; }
 
-/* Blocks are too short for a processor to see what comes. So while one is packed, the next one is asked for, and the
-   memory that it will be written to: a line here and there, for it waits where many are asked for at a time. */
+/* Blocks are too short for the hardware prefetcher. So while one is packed, the next one and the memory that it will
+   be written to are prefetched, a line at a time: the processor stalls when it has too many requests in flight. */
 #define BLOCK 8192 /* of words */
 #define PLANES_ABOUT 1536 /* of a block; the next one's low bytes are behind them, and its planes behind those */
 
@@ -282,7 +282,7 @@ static inline __m512i avx512_halves(int first) {
     return _mm512_loadu_si512(index);
 }
 
-/* The 32 words that are the bytes of one half of `low` and `high`. */
+/* 32 words, joined from the bytes of one half of `low` and `high`. */
 static inline __m512i avx512_words(__m512i low, __m512i high, __m512i half) {
     __m512i a = _mm512_permutex2var_epi8(low, half, high);
     return _mm512_shrdi_epi16(a, a, 1);

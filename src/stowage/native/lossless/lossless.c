@@ -13,7 +13,7 @@ static PyObject *with_buffers(PyObject *arguments, int packs) {
     size_t result = 0;
     Scratch *scratch;
     Py_BEGIN_ALLOW_THREADS
-    scratch = calloc(1, sizeof(Scratch)); /* what lies beyond the last value of a group is read, and means nothing */
+    scratch = calloc(1, sizeof(Scratch)); /* values beyond the last one of a group are read, and ignored */
     if (scratch != NULL && packs)
         result = pack_into(source.buf, (size_t)source.len, target.buf, (size_t)target.len, scratch);
     else if (scratch != NULL)
@@ -27,8 +27,8 @@ static PyObject *with_buffers(PyObject *arguments, int packs) {
 
 static PyObject *pack_floats(PyObject *Py_UNUSED(self), PyObject *arguments) { return with_buffers(arguments, 1); }
 
-/* Packs payloads one behind the other, each from a multiple of `step` on and into no more bytes than its `most`. Fills
-   `lengths`, of what they take in whole steps; 0: it does not fit. 0 where there is no memory. */
+/* Packs payloads one behind the other, each at a multiple of `step` and into at most its `most` bytes. `lengths` gets
+   their packed lengths, rounded up to `step`; 0: it does not fit. Returns 0 if there is no memory. */
 static int pack_all(const Py_buffer *sources, const int64_t *most, int64_t *lengths, Py_ssize_t count, Py_ssize_t step,
                     const Py_buffer *target) {
     size_t at = 0, room = (size_t)target->len;
@@ -87,8 +87,8 @@ end:
 
 static PyObject *unpack_floats(PyObject *Py_UNUSED(self), PyObject *arguments) { return with_buffers(arguments, 0); }
 
-/* Payloads one behind the other, each of so many raw bytes, the last one of what is left; one that is as long as its raw
-   bytes lies as it is. `lengths`: of each, 8 bytes. */
+/* Unpacks payloads that lie one behind the other, each of so many raw bytes, the last one of the rest. A payload as
+   long as its raw bytes is not packed. `lengths`: of each, 8 bytes. */
 static int unpack_all(const Py_buffer *source, const Py_buffer *lengths, size_t each, const Py_buffer *target) {
     size_t at = 0, to = 0, room = (size_t)target->len, end = (size_t)source->len;
     Scratch *scratch = calloc(1, sizeof(Scratch));

@@ -8,18 +8,18 @@
 #include <stddef.h>
 
 #define HEAD 16 /* "STLC", the number of the code (u16), 0 (u16), the raw length (u64) */
-#define NEAR 4096  /* Blocks are too short for a processor to see what comes. So while one is unpacked, the bytes from */
-#define AHEAD 8192 /* NEAR behind it are asked for, so many: most of them twice, since it forgets some. */
+#define NEAR 4096  /* Blocks are too short for the hardware prefetcher. So while one is unpacked, so many bytes from */
+#define AHEAD 8192 /* NEAR behind it on are prefetched: most of them twice, since some prefetches are dropped. */
 #define PADDING 4096 /* fewer bytes of anything may follow the last block */
 
-#define PAST_CACHES_MIN 65536 /* longer ones are written past the caches, where they would only be in the way */
+#define PAST_CACHES_MIN 65536 /* longer ones bypass the caches, which they would only fill */
 
 enum { WHOLE, DAMAGED, UNKNOWN };
 
 static const uint8_t MARK[8] = {'S', 'T', 'L', 'C', 1, 0, 0, 0};
 static const Steps *steps = &BASE_STEPS;
 
-/* Returns the packed length, 0 where that is more than there is room for. */
+/* Returns the packed length; 0 if it does not fit. */
 static size_t pack_into(const uint8_t *source, size_t raw, uint8_t *target, size_t room, Scratch *scratch) {
     if (room < HEAD)
         return 0;
@@ -75,7 +75,7 @@ static int unpack_blocks(const uint8_t *source, size_t length, uint8_t *target, 
 
 static int unpack_into(const uint8_t *source, size_t length, uint8_t *target, size_t raw, Scratch *scratch) {
     int result = unpack_blocks(source, length, target, raw, scratch);
-    steps->settle(); /* also of damaged ones: the memory is somebody else's now */
+    steps->settle(); /* also after damaged ones: the caller reads the memory next */
     return result;
 }
 

@@ -6,11 +6,11 @@
 #include "levels.h"
 
 #define LEVELS_MAX 8
-#define SYMBOLS_MAX 64 /* more of them have a code in no block that is worth coding */
+#define SYMBOLS_MAX 64 /* no block that is worth coding has more symbols with a code */
 #define LEVEL_HEADER 4
 #define SAMPLED 4
 #define COUNTED_WHOLE 1024
-#define FOUND_MAX 96  /* with more of them it is noise, and not worth the time to look closer */
+#define FOUND_MAX 96  /* with more symbols it is noise, which is not worth a closer look */
 #define LEVEL_COST 16 /* bytes that one more level has to save: it costs time */
 
 enum { STORED, BFLOAT16, FLOAT16, FLOAT32 };
@@ -41,7 +41,7 @@ static int in_order(const uint32_t *counts, uint8_t *symbols) {
     return found;
 }
 
-/* The levels that take fewest bytes, of `n` values: from behind, for each number of symbols that have a code already. */
+/* Chooses the levels that take fewest bytes for `n` values, by dynamic programming from the last symbol back. */
 static void choose_levels(const uint32_t *counts, int n, Shape *shape) {
     uint8_t symbols[256];
     int left[SYMBOLS_MAX + 16], cost[SYMBOLS_MAX + 16], width[SYMBOLS_MAX + 16], depth[SYMBOLS_MAX + 16];
@@ -83,7 +83,7 @@ static void choose_levels(const uint32_t *counts, int n, Shape *shape) {
     }
 }
 
-/* Counts a quarter of the values, groups of 64: enough to choose by, and counting takes longest. Short blocks whole. */
+/* Counts a quarter of the values, in groups of 64: enough, and counting is the slowest part. Short blocks: all. */
 static void count_values(const uint8_t *values, int n, uint32_t even[256], uint32_t odd[256]) {
     uint32_t more[2][256];
     int step = n >= COUNTED_WHOLE ? 64 * SAMPLED : 64, weight = step / 64;
@@ -107,7 +107,7 @@ static void count_values(const uint8_t *values, int n, uint32_t even[256], uint3
     }
 }
 
-/* The way that takes fewest bytes. `bytes`: of the block's body without its header, about. */
+/* The kind of block that takes fewest bytes. `bytes`: the estimated length of its body. */
 static int choose(const uint8_t *high, int n, Shape *shape) {
     uint32_t even[256], odd[256], all[256];
     count_values(high, n, even, odd);

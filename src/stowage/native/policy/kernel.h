@@ -42,7 +42,7 @@ typedef struct {
     int16_t of_class;
 } Past;
 
-/* Slots in an order, by their neighbours, which are in arrays. NONE: there are none. */
+/* A doubly linked list of slots; the links are in arrays. NONE: empty. */
 typedef struct {
     int32_t first, last;
 } List;
@@ -54,7 +54,7 @@ typedef struct {
     int32_t of_class;
 } Run;
 
-/* The arrays that are lent, in the order in which they are given: items, where they are here, name and how many. */
+/* The borrowed arrays, in the order of the arguments: item type, field here, name, and length. */
 #define LENT(OF)                                                                                                       \
     OF(uint8_t, here, "here", PER_SLOT) OF(uint64_t, print, "print", PER_SLOT) OF(int64_t, uses, "uses", PER_SLOT)     \
     OF(int64_t, gap, "gap", PER_SLOT) OF(int64_t, last, "last", PER_SLOT) OF(int64_t, of_class, "class", PER_SLOT)     \

@@ -1,4 +1,4 @@
-/* Who is evictable, and who leaves next: runs.py, and what cost.py does with them. */
+/* Which slots are evictable, and the next victims: runs.py, and what cost.py does with runs. */
 
 #ifndef STOWAGE_ORDER_H
 #define STOWAGE_ORDER_H
@@ -79,7 +79,7 @@ static void hold(Kernel *k, int32_t slot) {
     k->length++;
 }
 
-/* A run of now at the end of its class. There are as many runs as slots, and each that is in use has one. */
+/* Appends a run with the present time to its class. There are as many runs as slots, so one is always free. */
 static int32_t new_run(Kernel *k, int64_t of_class) {
     int32_t number = k->unused, last = k->last_run[of_class];
     Run *run = &k->runs[number];
@@ -119,7 +119,7 @@ static inline int32_t parent_of(Kernel *k, int32_t slot) {
     return (int32_t)parent;
 }
 
-/* The chunk is not there any more; its parent has lost a child. */
+/* Removes a chunk: its parent has one child less. */
 static void forget(Kernel *k, int32_t slot) {
     int32_t parent = parent_of(k, slot);
     k->here[slot] = 0;
@@ -137,8 +137,8 @@ static void leave(Kernel *k, const int64_t *slots, int64_t count) {
 
 /* Victims. */
 
-/* The run with the least index among the first and the last run of every class, the oldest of them; of equal ones that
-   of the highest class. */
+/* The run with the least index among the first and the last run of each class; among equals the oldest, then that of
+   the highest class. */
 static int32_t least_run(Kernel *k) {
     int32_t least = NONE;
     int64_t least_index = 0, least_time = 0;
@@ -158,7 +158,7 @@ static int32_t least_run(Kernel *k) {
     return least;
 }
 
-/* Slots from the front of a run, up to the first one that has children besides the one before it. */
+/* Takes slots from the front of a run, up to the first one with children other than the slot before it. */
 static int64_t take_leaves(Kernel *k, int32_t number, int64_t *taken, int64_t count) {
     int64_t leaves = 0;
     int32_t parent = NONE;
@@ -174,7 +174,7 @@ static int64_t take_leaves(Kernel *k, int32_t number, int64_t *taken, int64_t co
     return leaves;
 }
 
-/* From the end of a list, the last one first: of those that are due, else of all that are held. */
+/* Takes slots from the end of a list: of those that are due, else of all that are held. */
 static int64_t take_held(Kernel *k, int64_t *taken, int64_t count, int only_due) {
     int64_t some = 0;
     for (int32_t slot = only_due ? k->due.last : k->held.last; slot != NONE && some < count;
@@ -186,7 +186,7 @@ static int64_t take_held(Kernel *k, int64_t *taken, int64_t count, int only_due)
 
 /* So many slots, of which there are as many or more. */
 static void take_victims(Kernel *k, int64_t *taken, int64_t count) {
-    int32_t run = NONE; /* the least one stays the least until it is empty: nothing is appended meanwhile */
+    int32_t run = NONE; /* the run stays the least one until it is empty: nothing is appended meanwhile */
     for (int64_t some = 0; some < count;) {
         if (k->due.last != NONE) {
             some += take_held(k, taken + some, count - some, 1);

@@ -1,11 +1,11 @@
-/* What was learned, and what is remembered of chunks that have left: hazard.py and history.py, for one chunk. */
+/* What was learned of reuse, and the memory of evicted chunks: hazard.py and history.py, for one chunk at a time. */
 
 #ifndef STOWAGE_PAST_H
 #define STOWAGE_PAST_H
 
 #include "kernel.h"
 
-/* Ages and classes: hazard.py's `age_bucket` and `class_of`, in whole numbers. */
+/* hazard.py's `age_bucket` and `class_of`, in integers. */
 
 static inline int highest_bit(uint64_t number) { return 63 - __builtin_clzll(number); }
 
@@ -47,7 +47,7 @@ static void count_used(Kernel *k, int64_t of_class, int64_t since) {
     count_ended(k, of_class, since);
 }
 
-/* The epoch of now begins: those that left the ring are counted with the oldest one that is still in it. */
+/* Advances to the present epoch; epochs that leave the ring are added to the oldest one in it. */
 static void begin_epoch(Kernel *k) {
     int64_t epoch = k->clock / k->width;
     int64_t number = epoch - EPOCHS > k->epoch + 1 ? epoch - EPOCHS : k->epoch + 1;
@@ -65,7 +65,7 @@ static inline void count_waiting(Kernel *k, int64_t of_class) {
     k->waiting[of_class * EPOCHS + (uint64_t)k->epoch % EPOCHS] += 1;
 }
 
-/* history.py's `fingerprints`, of one key: its first 32 bytes, zeros behind a shorter one. */
+/* history.py's `fingerprints` of one key: its first 32 bytes, a shorter key padded with zeros. */
 static uint64_t fingerprint(const char *key, Py_ssize_t bytes) {
     uint64_t words[KEY_BYTES / 8] = {0};
     memcpy(words, key, bytes < KEY_BYTES ? (size_t)bytes : KEY_BYTES);
@@ -77,7 +77,7 @@ static uint64_t fingerprint(const char *key, Py_ssize_t bytes) {
     return mixed > 0 ? mixed : 1;
 }
 
-/* The index of a fingerprint, which is in its row, NONE if it is not there. */
+/* The index of a fingerprint in its row of the history; NONE if it is absent. */
 static inline int64_t index_of(Kernel *k, uint64_t print) {
     int64_t first = (int64_t)(print & (uint64_t)(k->rows - 1)) * WAYS;
     for (int64_t at = first; at < first + WAYS; at++)
@@ -86,7 +86,7 @@ static inline int64_t index_of(Kernel *k, uint64_t print) {
     return NONE;
 }
 
-/* The index in a row that is to be used next: an empty one, else the one that was put first. */
+/* The index in a row to overwrite next: an empty one, else the oldest. */
 static inline int64_t oldest_index(Kernel *k, uint64_t print) {
     int64_t first = (int64_t)(print & (uint64_t)(k->rows - 1)) * WAYS, oldest = first;
     for (int64_t at = first; at < first + WAYS; at++) {
@@ -98,7 +98,7 @@ static inline int64_t oldest_index(Kernel *k, uint64_t print) {
     return oldest;
 }
 
-/* history.py's `put`, and what is known of the slots' chunks. */
+/* history.py's `put`, with what is known of the slots' chunks. */
 static void remember(Kernel *k, const int64_t *slots, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         uint64_t first = (k->print[slots[i]] & (uint64_t)(k->rows - 1)) * WAYS;
@@ -144,10 +144,10 @@ static void remember(Kernel *k, const int64_t *slots, int64_t count) {
     }
 }
 
-/* What an age of a class is worth: hazard.py's `best_rate`, up to rounding.
+/* The value of each age of a class: hazard.py's `best_rate`, up to rounding.
 
-   Every age begins as a stretch of its own. One that is followed by a better one is kept at least to the end of that
-   one: they become one stretch. What is left has falling rates, and nothing that follows a stretch improves it. */
+   Each age begins as an interval of its own. An interval whose successor has a higher rate is merged with it, until
+   the rates fall from one interval to the next: then no interval gains from being kept longer. */
 
 static double widths[AGES]; /* of the buckets of age; written when the module is made */
 

@@ -1,10 +1,10 @@
-/* The eviction policy: arguments in, the kernel's work done, arrays out. kernel.h says what a kernel is. */
+/* The Python type of the eviction policy: reads arguments, calls the kernel, returns arrays. See kernel.h. */
 
 #include "order.h"
 
 /* Arguments. */
 
-/* Scratch space for so many slots; what was in it is lost. */
+/* Grows the scratch space to so many slots; its content is lost. */
 static int make_room(Kernel *k, Py_ssize_t count) {
     if (count <= k->room)
         return 0;
@@ -25,7 +25,7 @@ static int make_room(Kernel *k, Py_ssize_t count) {
     return 0;
 }
 
-/* An array of int64, to be released if 0 comes back. Any Python code that runs for it has run when this returns. */
+/* Gets a buffer of int64; returns 0, and the caller releases it, or -1. No Python code runs for it afterwards. */
 static int view_slots(PyObject *array, Py_buffer *view, int flags) {
     if (PyObject_GetBuffer(array, view, flags | PyBUF_FORMAT) < 0)
         return -1;
@@ -37,7 +37,7 @@ static int view_slots(PyObject *array, Py_buffer *view, int flags) {
     return -1;
 }
 
-/* Numbers from `least` to slots - 1, to where there is room for them. */
+/* Copies the numbers. Returns -1, with an IndexError, if one is not in [least, slots). */
 static int copy_slots(Kernel *k, const Py_buffer *view, int64_t least, int64_t *copied) {
     const char *at = view->buf;
     for (Py_ssize_t i = 0; i < view->shape[0]; i++, at += view->strides[0]) {
@@ -50,7 +50,7 @@ static int copy_slots(Kernel *k, const Py_buffer *view, int64_t least, int64_t *
     return 0;
 }
 
-/* The slots of an argument, to `some`. How many; -1: an error. */
+/* Copies an argument's slots to `some`. Returns how many; -1: an error. */
 static Py_ssize_t read_slots(Kernel *k, PyObject *array) {
     Py_buffer view;
     if (view_slots(array, &view, PyBUF_STRIDED_RO) < 0)

@@ -1,11 +1,11 @@
-/* What Python's calls bring. Checked before anything is changed, but for a list that names something twice. */
+/* The arguments of Python's calls. They are checked before anything is changed, except for duplicates in a list. */
 
 #ifndef STOWAGE_TABLE_ARGUMENTS_H
 #define STOWAGE_TABLE_ARGUMENTS_H
 
 #include "table.h"
 
-/* An array of as many items of so many bytes, to be released if 0 comes back. `count` of -1: any number; it is set. */
+/* Gets a buffer of `count` items; the caller releases it if this returns 0. `count` of -1: any number; it is set. */
 static int view_items(PyObject *array, Py_buffer *view, Py_ssize_t *count, Py_ssize_t bytes, int flags) {
     if (PyObject_GetBuffer(array, view, flags) < 0)
         return -1;
@@ -23,7 +23,7 @@ static inline const char *chars_of(PyObject *key) {
     return PyBytes_GET_SIZE(key) == KEY_BYTES ? PyBytes_AS_STRING(key) : NULL;
 }
 
-/* Up to GROUP keys of a list from `first` on. How many. */
+/* Reads up to GROUP keys of a list from `first` on. Returns how many. */
 static inline int next_group(PyObject *list, Py_ssize_t first, const char **keys) {
     Py_ssize_t left = PyList_GET_SIZE(list) - first;
     int count = left < GROUP ? (int)left : GROUP;

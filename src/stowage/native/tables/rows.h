@@ -50,7 +50,7 @@ static int add_block(Rows *r) {
             return -1;
         r->room = room;
     }
-    /* Pages that were never written take no memory. On a boundary of 64 a record of 64 bytes is one line of cache. */
+    /* Pages that were never written take no memory. Aligned to 64 bytes, a record of 64 bytes is one cache line. */
     char *records = aligned_alloc(64, r->table.record_bytes << BLOCK_BITS);
     Extent *extents = PyMem_RawMalloc(BLOCK_EXTENTS * sizeof *extents);
     if (records == NULL || extents == NULL) {
@@ -85,7 +85,7 @@ static void free_extent(Rows *r, int64_t number) {
     r->free_count++;
 }
 
-/* Whether a key leads to this row, if there is one. */
+/* Whether the row exists and is live: a key leads to it. */
 static inline int is_live(const void *owner, int64_t row) {
     const Rows *r = owner;
     return 0 <= row && row < r->extent_count * EXTENT && (extent_of(r, row / EXTENT)->live & bit_of(row));
@@ -97,7 +97,7 @@ static void find_rows(const Rows *r, Way *way, const char *const *keys, int64_t 
     find_group(&r->table, r, is_live, fetch_extent, way, keys, rows, count);
 }
 
-/* The next row of an extent with room for one. 0; -1: no memory, and the row is nobody's. */
+/* Inserts the next row of an extent, which has room. Returns 0; -1: no memory, and the row stays unused. */
 static int add_row(Rows *r, int64_t number, uint32_t print, const char *key, const char *fields) {
     Extent *extent = extent_of(r, number);
     int64_t row = number * EXTENT + extent->used;
@@ -114,7 +114,7 @@ static int add_row(Rows *r, int64_t number, uint32_t print, const char *key, con
     return 0;
 }
 
-/* So many rows, into extents with room for them, in order. 0; -1: no memory for the rest. */
+/* Inserts rows into extents with room for them, in order. Returns 0; -1: no memory for the rest. */
 static int add_rows(Rows *r, const int64_t *extents, const char *keys, const char *fields, Py_ssize_t count) {
     const char *group[GROUP];
     uint32_t prints[GROUP];
@@ -133,7 +133,7 @@ static int add_rows(Rows *r, const int64_t *extents, const char *keys, const cha
     return 0;
 }
 
-/* The key becomes absent. Whether it was there. */
+/* Removes a key. Returns whether it was there. */
 static int drop_key(Rows *r, uint32_t print, const char *key) {
     uint64_t *entry = find_entry(&r->table, print, key);
     if (entry == NULL)
@@ -144,7 +144,7 @@ static int drop_key(Rows *r, uint32_t print, const char *key) {
     return 1;
 }
 
-/* All keys of an extent become absent, and it is free. How many there were. */
+/* Removes all keys of an extent, and frees it. Returns how many there were. */
 static int drop_extent(Rows *r, int64_t number) {
     const Extent *extent = extent_of(r, number);
     const char *keys[EXTENT];

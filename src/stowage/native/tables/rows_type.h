@@ -6,7 +6,7 @@
 #include "arguments.h"
 #include "rows.h"
 
-enum { FEW = 512 }; /* rows that are inserted before another thread could take over */
+enum { FEW = 512 }; /* rows that are inserted before another thread may take the lock */
 
 static PyObject *rows_new(PyTypeObject *type, PyObject *positional, PyObject *named) {
     Py_ssize_t width;
@@ -42,7 +42,7 @@ static void rows_dealloc(Rows *r) {
     Py_TYPE(r)->tp_free((PyObject *)r);
 }
 
-/* The number of an owner's extent; NO_EXTENT: it is not one. */
+/* The number of an owner's extent; NO_EXTENT: the object is no extent of this owner. */
 static int64_t read_extent(const Rows *r, PyObject *extents, Py_ssize_t at, int64_t owner) {
     int64_t number = PyLong_AsLongLong(PyList_GET_ITEM(extents, at));
     if (number == -1 && PyErr_Occurred())
@@ -63,15 +63,15 @@ static int read_owner(PyObject *number, int64_t *owner) {
     return -1;
 }
 
-/* Another thread is in the middle of something: its owner forgot a lock. */
+/* Raises RuntimeError if another thread is inside a call: the caller lacks a lock. */
 static int is_busy(const Rows *r) {
     if (r->busy)
         PyErr_SetString(PyExc_RuntimeError, "rows are in use by another thread");
     return r->busy;
 }
 
-/* Extents with room for so many more rows of the owner, the last one that it has included; new ones go to its list.
-   Their numbers, to be freed; NULL: an error. */
+/* Returns extents with room for so many more rows of the owner: its last one, and new ones, which are added to its
+   list. The result is to be freed; NULL: an error. */
 static int64_t *make_room(Rows *r, int64_t owner, PyObject *list, Py_ssize_t count) {
     int64_t *extents = PyMem_RawMalloc((size_t)(count / EXTENT + 2) * sizeof *extents), room = 0;
     Py_ssize_t known = PyList_GET_SIZE(list), some = 0;

@@ -1,4 +1,4 @@
-/* Keys to slots that the caller chooses, of a number that is known from the beginning. */
+/* A table from keys to slots that the caller chooses; the number of slots is fixed. */
 
 #ifndef STOWAGE_SLOTS_H
 #define STOWAGE_SLOTS_H
@@ -22,7 +22,7 @@ static void find_slots(const Slots *s, Way *way, const char *const *keys, int64_
     find_group(&s->table, s, is_taken, NULL, way, keys, slots, count);
 }
 
-/* The key gets the slot instead of the one that it had. 0; -1: the slot is another key's; FAILED: no memory. */
+/* Sets a key's slot. Returns 0; -1: the slot belongs to another key; FAILED: no memory. */
 static int set_slot(Slots *s, uint32_t print, const char *key, int64_t slot) {
     char *record = record_of(&s->table, slot);
     if (s->taken[slot])
@@ -37,7 +37,7 @@ static int set_slot(Slots *s, uint32_t print, const char *key, int64_t slot) {
     return 0;
 }
 
-/* The key becomes absent. Whether it was there. */
+/* Removes a key. Returns whether it was there. */
 static int drop_slot(Slots *s, uint32_t print, const char *key) {
     uint64_t *entry = find_entry(&s->table, print, key);
     if (entry == NULL)

@@ -33,7 +33,7 @@
 
 enum { WORDS = KEY_BYTES / 4, GROUP = 64, BITS_LEAST = 3, BITS_MAX = 30, DEPTH_MAX = 20 };
 enum { NO_ROW = -1, FAILED = -2 };
-enum { FEW_KEYS = 4 }; /* that the table is asked for before those beside them are tried */
+enum { FEW_KEYS = 4 }; /* keys that are looked up in the table before neighbouring rows are tried */
 
 typedef struct {
     uint64_t *entries; /* print << 32 | row + 1; 0: empty */
@@ -114,8 +114,8 @@ static inline int64_t find_row(const Table *t, uint32_t print, const char *key) 
     return entry == NULL ? NO_ROW : row_in(*entry);
 }
 
-/* The prints of at most GROUP keys; what a look-up of each reads first is on its way to the cache. NULL: no such key.
-   A cache miss takes as long as some hundred instructions, so a group's are waited for together. */
+/* Computes the prints of at most GROUP keys, and prefetches what a look-up of each reads first. NULL: no such key.
+   A cache miss takes as long as some hundred instructions, so the misses of a group overlap. */
 static inline void begin_group(const Table *t, const char *const *keys, uint32_t *prints, int count) {
     for (int i = 0; i < count; i++)
         if (keys[i] != NULL) {
@@ -129,11 +129,11 @@ static inline void begin_group(const Table *t, const char *const *keys, uint32_t
         }
 }
 
-/* What else is read of an owner's row that is found. */
+/* Prefetches what else is read of a row that is found. */
 typedef void (*FetchRow)(const void *owner, int64_t row);
 
-/* As `begin_group`, and the record of the first entry with a key's print, which is most likely the key's: its row, and
-   NO_ROW where there is no such entry, so that the key is absent. `fetch` may be NULL. */
+/* As `begin_group`; also prefetches the record of the first entry with each key's print, most likely the key's.
+   Returns its row, and NO_ROW where no entry has that print, so that the key is absent. `fetch` may be NULL. */
 static inline ALWAYS void begin_group_found(const Table *t, const void *owner, FetchRow fetch, const char *const *keys,
                                      uint32_t *prints, int64_t *likely, int count) {
     begin_group(t, keys, prints, count);
@@ -155,29 +155,29 @@ static inline ALWAYS void begin_group_found(const Table *t, const void *owner, F
             fetch(owner, likely[i]);
 }
 
-/* The row of a key of such a group, as long as the table has not changed since. */
+/* The row of a key of such a group. The table must not have changed since. */
 static inline int64_t row_of(const Table *t, uint32_t print, const char *key, int64_t likely) {
     if (likely == NO_ROW || equal_keys(key, record_of(t, likely)))
         return likely;
     return find_row(t, print, key);
 }
 
-/* What was put together is asked for together, as a rule, and lies together: beside a row that was found the next key's
-   is tried first, which is one comparison and reads memory in order. Only where it is another key's is the table asked,
-   which costs two or three cache misses. */
+/* Keys that were inserted together are usually looked up together, and have neighbouring rows. So the next key is
+   compared with the row beside the last one found, which reads memory in order. Only if that is another key's, the
+   table is searched, which costs two or three cache misses. */
 
-/* Whether a key leads to this row of the owner's, if there is one. */
+/* Whether the row exists and is live: a key leads to it. */
 typedef int (*IsLive)(const void *owner, int64_t row);
 
-/* How far a list of keys has been looked up: the row of the last one, how far from it the next one's is likely to be,
-   and how many the table is asked for next. */
+/* The state of looking up a list of keys: the last row, the expected distance to the next one, and how many keys to
+   search for in the table next. */
 typedef struct {
     int64_t last;
     int step, next;
 } Way;
 static const Way BEGINNING = {NO_ROW, 1, FEW_KEYS};
 
-/* Of keys that follow the last one: how many have the rows beside it, which are written to `rows`. */
+/* Matches the next keys with the rows beside the last one, written to `rows`. Returns how many match. */
 static inline ALWAYS int follow(const Table *t, const void *owner, IsLive is_live, const Way *way, const char *const *keys,
                          int64_t *rows, int count) {
     int followed = 0;
@@ -190,7 +190,7 @@ static inline ALWAYS int follow(const Table *t, const void *owner, IsLive is_liv
     return followed;
 }
 
-/* The rows of the next keys, at most GROUP of them; NO_ROW where one is absent. `fetch` may be NULL. */
+/* Finds the rows of the next keys, at most GROUP; NO_ROW for absent ones. `fetch` may be NULL. */
 static inline ALWAYS void find_group(const Table *t, const void *owner, IsLive is_live, FetchRow fetch, Way *way,
                               const char *const *keys, int64_t *rows, int count) {
     uint32_t prints[GROUP];
@@ -268,7 +268,7 @@ static int double_directory(Table *t) {
     return 0;
 }
 
-/* Those whose next bit is 1 go to a bucket of their own. `print`: one of them all. */
+/* Splits a bucket: entries whose next bit is 1 move to a new one. `print`: of any entry. */
 static int split(Table *t, Bucket *b, uint32_t print) {
     if (b->depth == t->depth && double_directory(t) < 0)
         return -1;
@@ -289,7 +289,7 @@ static int split(Table *t, Bucket *b, uint32_t print) {
     return 0;
 }
 
-/* Puts a key, whose record is written already, at its row. The row that it had; NO_ROW; FAILED: no memory, no change. */
+/* Inserts a key, whose record is written already. Returns its old row or NO_ROW; FAILED: no memory, no change. */
 static int64_t put(Table *t, uint32_t print, int64_t row) {
     uint64_t *known = find_entry(t, print, record_of(t, row));
     if (known != NULL) {
@@ -306,7 +306,7 @@ static int64_t put(Table *t, uint32_t print, int64_t row) {
     return NO_ROW;
 }
 
-/* Takes a key's entry out, and moves up those behind that are not at home: no probe ends before its key. */
+/* Removes an entry, and moves up displaced ones behind it, so that no probe ends before its key. */
 static void take_entry(Table *t, uint32_t print, uint64_t *entry) {
     Bucket *b = bucket_of(t, print);
     uint32_t mask = mask_of(b), hole = (uint32_t)(entry - b->entries);

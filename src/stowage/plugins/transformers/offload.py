@@ -222,6 +222,4 @@ def _refuse(model: Any, options: dict[str, Any]) -> None:
             f"{', '.join(options)}: these are for a model that is loaded, and this one is in memory already."
         )
     if model.training:
-        raise ModelError(
-            "the model is in training mode, and weights that come and go cannot be trained: call model.eval()."
-        )
+        raise ModelError("the model is in training mode, and offloaded weights cannot be trained: call model.eval().")

@@ -16,11 +16,18 @@ from stowage.server.apis.parsed_output import ChoiceParsers, ParsedOutput
 from stowage.server.apis.reader import LOGPROBS_MAX, TOKENS_MOST, Conversation, Reader
 from stowage.server.fields import Fields, parse_object
 from stowage.server.structured import structured_outputs
-from stowage.server.tools.offer import Offer, Tool, chosen, function, listed, offered
 from stowage.server.tools.parser import Part
+from stowage.server.tools.request_tools import (
+    RequestTools,
+    Tool,
+    checked_tools,
+    read_function,
+    read_tool_choice,
+    read_tools,
+)
 from stowage.server.vocabulary import Vocabulary
 
-__all__ = ["ChatAnswer", "read", "tools"]
+__all__ = ["ChatAnswer", "chat_tools", "read"]
 
 _CHOICES = {"none": "none", "auto": "auto", "required": "required"}
 
@@ -48,22 +55,31 @@ def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Gen
     logprobs = (top or 0) if wants else None
     params, wanted = reader.sampling(fields, logprobs), structured_outputs(fields)
     stream, include_usage = reader.stream(fields)
-    offer = tools(fields)
+    tools = chat_tools(fields)
     cache_salt, raw = fields.text("cache_salt", "") or "", fields.take("messages")
     fields.finish()
     reader.count_choices(1, n)
-    chat = Conversation(messages(raw), "messages", new_tokens, offer, template, wanted)
+    chat = Conversation(messages(raw), "messages", new_tokens, tools, template, wanted)
     prompt, params, syntax = reader.conversation(chat, params, begin)
     return GenerationRequest(
-        model, (prompt,), n, params, cache_salt, stream, include_usage, logprobs, syntax=syntax, offer=offer
+        model,
+        (prompt,),
+        n,
+        params,
+        cache_salt,
+        stream,
+        include_usage,
+        logprobs,
+        syntax=syntax,
+        tools=tools,
     )
 
 
-def tools(fields: Fields) -> Offer:
+def chat_tools(fields: Fields) -> RequestTools:
     """The tools of a request, in OpenAI's form. Raises ApiError."""
-    found = tuple(_tool(inside, where) for inside, where in listed(fields))
-    choice, name = chosen(fields, _CHOICES, "function")
-    return offered(found, choice, name, parallel=fields.flag("parallel_tool_calls", True))
+    found = tuple(_tool(inside, where) for inside, where in read_tools(fields))
+    choice, name = read_tool_choice(fields, _CHOICES, "function")
+    return checked_tools(found, choice, name, parallel=fields.flag("parallel_tool_calls", True))
 
 
 def _tool(fields: Fields, where: str) -> Tool:
@@ -76,7 +92,7 @@ def _tool(fields: Fields, where: str) -> Tool:
     if inside is None:
         raise bad(f"You must give '{where}.function'.", f"{where}.function")
     fields.finish()
-    return function(inside, f"{where}.function")
+    return read_function(inside, f"{where}.function")
 
 
 class ChatAnswer(OpenAIAnswer):

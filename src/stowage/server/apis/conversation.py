@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from stowage.server.api_errors import bad
 from stowage.server.fields import Fields
-from stowage.server.tools.offer import arguments_of
+from stowage.server.tools.request_tools import parse_arguments
 
 __all__ = ["messages", "texts"]
 
@@ -85,7 +85,7 @@ def _call(raw: Any, where: str) -> dict[str, Any]:
     name, arguments = inside.needed_text("name"), inside.text("arguments", "") or ""
     inside.finish()
     fields.finish()
-    parsed = arguments_of(arguments, f"{where}.function.arguments")
+    parsed = parse_arguments(arguments, f"{where}.function.arguments")
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": parsed}}
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from stowage.engine.sampling_params import SamplingParams
-from stowage.server.tools.offer import NOTHING, Offer
 from stowage.server.tools.parser import PLAIN, OutputSyntax
+from stowage.server.tools.request_tools import NO_TOOLS, RequestTools
 
 __all__ = ["SEEDS", "GenerationRequest", "Prompt"]
 
@@ -30,7 +30,7 @@ class GenerationRequest:
 
     logprobs: how many top tokens are reported with each token; None: no log-probabilities. silent: `max_tokens` is 0;
     the engine cannot generate nothing, so it draws a token that is not shown. syntax: reasoning and calls in the
-    answer's text; offer: the tools that it may call. said: fields that the API repeats in its answers.
+    answer's text; tools: the tools that it may call. said: fields that the API repeats in its answers.
     """
 
     model: str
@@ -44,7 +44,7 @@ class GenerationRequest:
     echo: bool = False
     silent: bool = False
     syntax: OutputSyntax = PLAIN
-    offer: Offer = NOTHING
+    tools: RequestTools = NO_TOOLS
     said: Mapping[str, Any] = field(default_factory=dict)
 
     @property

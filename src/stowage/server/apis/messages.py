@@ -22,7 +22,7 @@ from stowage.server.apis.parsed_output import ChoiceParsers, ParsedOutput
 from stowage.server.apis.reader import TOKENS_MOST, Conversation, Reader
 from stowage.server.fields import Fields, parse_object
 from stowage.server.structured import made_of, of_schema
-from stowage.server.tools.offer import Offer, Tool, function, listed, offered
+from stowage.server.tools.request_tools import RequestTools, Tool, checked_tools, read_function, read_tools
 from stowage.server.vocabulary import Vocabulary
 
 __all__ = ["MessageAnswer", "count", "read"]
@@ -50,7 +50,7 @@ def _read(reader: Reader, body: bytes | bytearray, begin: Begin, *, counted: boo
     template = _thinking(fields.inside("thinking"), reader)
     effort, wanted = _output(fields, reader)
     params = reader.sampling(fields, stop="stop_sequences")
-    stream, offer = fields.flag("stream"), _tools(fields)
+    stream, tools = fields.flag("stream"), _tools(fields)
     cache_salt, system, raw = fields.text("cache_salt", "") or "", _system(fields), fields.take("messages")
     fields.finish()
     told = _messages(raw)
@@ -59,9 +59,9 @@ def _read(reader: Reader, body: bytes | bytearray, begin: Begin, *, counted: boo
         what = f"{wanted[0]!r} makes an answer whole, so 'messages' may not end with the beginning of one."
         raise bad(what, wanted[0])
     template |= effort | {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-    chat = Conversation([*system, *told], "messages", new_tokens, offer, template, wanted)
+    chat = Conversation([*system, *told], "messages", new_tokens, tools, template, wanted)
     prompt, params, syntax = reader.conversation(chat, params, begin)
-    return GenerationRequest(model, (prompt,), 1, params, cache_salt, stream, False, syntax=syntax, offer=offer)
+    return GenerationRequest(model, (prompt,), 1, params, cache_salt, stream, False, syntax=syntax, tools=tools)
 
 
 def _thinking(inside: Fields | None, reader: Reader) -> dict[str, Any]:
@@ -103,17 +103,17 @@ def _system(fields: Fields) -> list[dict[str, Any]]:
     return [{"role": "system", "content": texts(fields, "system")}] if fields.given("system") else []
 
 
-def _tools(fields: Fields) -> Offer:
-    found = tuple(_tool(inside, where) for inside, where in listed(fields))
+def _tools(fields: Fields) -> RequestTools:
+    found = tuple(_tool(inside, where) for inside, where in read_tools(fields))
     choice = fields.inside("tool_choice")
     if choice is None:
-        return offered(found, "auto", "", parallel=True)
+        return checked_tools(found, "auto", "", parallel=True)
     kind, name = choice.needed_text("type"), choice.text("name", "") or ""
     if kind not in _CHOICES:
         raise bad(f"'tool_choice.type' is {kind[:40]!r}; use one of {', '.join(_CHOICES)}.", "tool_choice.type")
     parallel = not choice.flag("disable_parallel_tool_use")
     choice.finish()
-    return offered(found, _CHOICES[kind], name, parallel=parallel)
+    return checked_tools(found, _CHOICES[kind], name, parallel=parallel)
 
 
 def _tool(inside: Fields, where: str) -> Tool:
@@ -123,7 +123,7 @@ def _tool(inside: Fields, where: str) -> Tool:
     inside.without_effect("cache_control", "input_examples")
     if not inside.given("input_schema"):
         raise bad(f"You must give '{where}.input_schema'.", f"{where}.input_schema")
-    return function(inside, where, schema="input_schema")
+    return read_function(inside, where, schema="input_schema")
 
 
 def _messages(raw: Any) -> list[dict[str, Any]]:

@@ -22,8 +22,8 @@ from stowage.server.fields import Fields
 from stowage.server.limits import Limits
 from stowage.server.served_model import ServedModel
 from stowage.server.tools.grammar import enforced
-from stowage.server.tools.offer import NOTHING, Offer
 from stowage.server.tools.parser import OutputSyntax
+from stowage.server.tools.request_tools import NO_TOOLS, RequestTools
 from stowage.server.tools.template import ChatTemplate
 
 __all__ = ["TOKENS_MOST", "Conversation", "Reader"]
@@ -50,7 +50,7 @@ class Conversation:
     messages: list[dict[str, Any]]
     param: str
     new_tokens: int | None
-    offer: Offer = NOTHING
+    tools: RequestTools = NO_TOOLS
     template: Mapping[str, Any] = field(default_factory=dict)
     wanted: tuple[str, StructuredOutputs] | None = None
 
@@ -166,18 +166,18 @@ class Reader:
         self, chat: Conversation, params: SamplingParams, begin: Begin
     ) -> tuple[Prompt, SamplingParams, OutputSyntax]:
         """The prompt of a conversation, its sampling parameters, and the syntax of its answer. Raises ApiError."""
-        chat_template, offer = self.chat_template, chat.offer
+        chat_template, tools = self.chat_template, chat.tools
         if not chat_template.template:
             raise bad(_NO_TEXT, chat.param, "no_chat_template")
-        messages, given = chat_template.told(chat.messages, offer, chat.template)
+        messages, given = chat_template.told(chat.messages, tools, chat.template)
         prompt = self.prompt(messages, chat.new_tokens, self.tokens_max, begin, given, param=chat.param)
         check_least(params, prompt)
         thinks, begun = chat_template.thoughts(prompt.tokens)
         form = chat_template.format
-        calls = form if offer.callable else None
-        schemas = {tool.name: tool.parameters for tool in offer.callable}
-        syntax = OutputSyntax(calls, thinks, begun, offer.parallel and offer.choice != "named", form.harmony, schemas)
-        wanted = enforced(form, offer, chat.wanted, self.grammars, chat_template.thinking(thinks=thinks, begun=begun))
+        calls = form if tools.callable else None
+        schemas = {tool.name: tool.parameters for tool in tools.callable}
+        syntax = OutputSyntax(calls, thinks, begun, tools.parallel and tools.choice != "named", form.harmony, schemas)
+        wanted = enforced(form, tools, chat.wanted, self.grammars, chat_template.thinking(thinks=thinks, begun=begun))
         shown = params.skip_special_tokens and (syntax.is_plain or not chat_template.hides_markers)
         return prompt, replace(params, structured_outputs=wanted, skip_special_tokens=shown), syntax
 

@@ -17,7 +17,15 @@ from stowage.server.apis.generation_request import GenerationRequest
 from stowage.server.apis.reader import TOKENS_MOST, Conversation, Reader
 from stowage.server.fields import Fields, parse_object
 from stowage.server.structured import made_of, of_schema
-from stowage.server.tools.offer import Offer, Tool, arguments_of, chosen, function, listed, offered
+from stowage.server.tools.request_tools import (
+    RequestTools,
+    Tool,
+    checked_tools,
+    parse_arguments,
+    read_function,
+    read_tool_choice,
+    read_tools,
+)
 
 __all__ = ["read"]
 
@@ -51,17 +59,17 @@ def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Gen
     wanted = _format(fields.inside("text"))
     params = reader.sampling(fields)
     stream, _ = reader.stream(fields)
-    offer = _tools(fields)
+    tools = _tools(fields)
     instructions, cache_salt = fields.text("instructions"), fields.text("cache_salt", "") or ""
     messages = _input(fields)
     fields.finish()
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})
-    chat = Conversation(messages, "input", new_tokens, offer, template, wanted)
+    chat = Conversation(messages, "input", new_tokens, tools, template, wanted)
     prompt, params, syntax = reader.conversation(chat, params, begin)
     said = {name: raw[name] for name in _REPEATED if raw.get(name) is not None}
     return GenerationRequest(
-        model, (prompt,), 1, params, cache_salt, stream, False, syntax=syntax, offer=offer, said=said
+        model, (prompt,), 1, params, cache_salt, stream, False, syntax=syntax, tools=tools, said=said
     )
 
 
@@ -97,17 +105,17 @@ def _format(inside: Fields | None) -> tuple[str, StructuredOutputs] | None:
     return made_of("text.format", {"json_object": True}) if kind == "json_object" else None
 
 
-def _tools(fields: Fields) -> Offer:
-    found = tuple(_tool(inside, where) for inside, where in listed(fields))
-    choice, name = chosen(fields, _CHOICES, None)
-    return offered(found, choice, name, parallel=fields.flag("parallel_tool_calls", True))
+def _tools(fields: Fields) -> RequestTools:
+    found = tuple(_tool(inside, where) for inside, where in read_tools(fields))
+    choice, name = read_tool_choice(fields, _CHOICES, None)
+    return checked_tools(found, choice, name, parallel=fields.flag("parallel_tool_calls", True))
 
 
 def _tool(inside: Fields, where: str) -> Tool:
     kind = inside.text("type")
     if kind != "function":
         raise bad(f"'{where}.type' is {str(kind)[:40]!r}; only 'function' is supported here.", f"{where}.type")
-    return function(inside, where)
+    return read_function(inside, where)
 
 
 def _input(fields: Fields) -> list[dict[str, Any]]:
@@ -138,7 +146,7 @@ def _add(found: list[dict[str, Any]], item: Fields, names: dict[str, str]) -> No
             found.append(said)
     elif kind == "function_call":
         name, identity = item.needed_text("name"), item.needed_text("call_id")
-        arguments = arguments_of(item.text("arguments", "") or "", item.path("arguments"))
+        arguments = parse_arguments(item.text("arguments", "") or "", item.path("arguments"))
         names[identity] = name
         call = {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
         _spoken(found).setdefault("tool_calls", []).append(call)

@@ -6,7 +6,7 @@ from typing import Any
 
 from stowage.engine.prompts import Begin, unasked
 from stowage.server.api_errors import bad
-from stowage.server.apis.chat import tools
+from stowage.server.apis.chat import chat_tools
 from stowage.server.apis.conversation import messages
 from stowage.server.apis.reader import Reader
 from stowage.server.fields import Fields, parse_object
@@ -23,10 +23,10 @@ def tokenize(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) ->
     if fields.given("messages"):
         if fields.given("prompt") or fields.given("content"):
             raise bad("A text and 'messages' exclude each other; give one of them.", "messages")
-        options, offer, raw = reader.template_options(fields), tools(fields), fields.take("messages")
+        options, tools, raw = reader.template_options(fields), chat_tools(fields), fields.take("messages")
         fields.flag("add_special_tokens")
         fields.finish()
-        told, template = reader.chat_template.told(messages(raw), offer, options)
+        told, template = reader.chat_template.told(messages(raw), tools, options)
         tokens = reader.prompt(told, None, 1, begin, template, param="messages").tokens
     else:
         name = "content" if fields.given("content") and not fields.given("prompt") else "prompt"

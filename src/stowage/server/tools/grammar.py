@@ -23,7 +23,7 @@ from stowage.errors import RequestError
 from stowage.server.api_errors import ApiError
 from stowage.server.structured import unusable
 from stowage.server.tools.formats import INDEX, Tags, ToolFormat
-from stowage.server.tools.offer import Offer, Tool
+from stowage.server.tools.request_tools import RequestTools, Tool
 from stowage.server.tools.tagged import allows_text, fields_of, view
 
 __all__ = ["enforced"]
@@ -39,7 +39,7 @@ Literal = Callable[[str], str]
 
 def enforced(
     form: ToolFormat,
-    offer: Offer,
+    tools: RequestTools,
     asked: tuple[str, StructuredOutputs] | None,
     grammars: Grammars,
     thinking: Thinking | None,
@@ -49,20 +49,20 @@ def enforced(
 
     Raises ApiError, which names the field of what cannot be.
     """
-    param, wanted = ("tools", None) if asked is None or offer.is_forced else asked
-    forced, strict = offer.is_forced, any(tool.strict for tool in offer.callable)
+    param, wanted = ("tools", None) if asked is None or tools.is_forced else asked
+    forced, strict = tools.is_forced, any(tool.strict for tool in tools.callable)
     try:
         if not forced and wanted is None and not strict:
             return None
-        for tool in offer.callable:
+        for tool in tools.callable:
             if forced or tool.strict:
                 _check(tool, grammars)
-        if not offer.callable and not form.harmony and wanted is not None:
+        if not tools.callable and not form.harmony and wanted is not None:
             made = replace(wanted, thinking=thinking)
         else:
             if wanted is not None and wanted.kind != "grammar":
                 grammars.begin(wanted)  # what is wrong with it is said of it, not of what it is a part of
-            lark = _Lark(form, offer, grammars.literal).whole(wanted)
+            lark = _Lark(form, tools, grammars.literal).whole(wanted)
             made = StructuredOutputs(grammar=lark, thinking=thinking)
         grammars.begin(made)
     except ApiError:
@@ -82,19 +82,19 @@ def _check(tool: Tool, grammars: Grammars) -> None:
 class _Lark:
     """One grammar, rule by rule."""
 
-    def __init__(self, form: ToolFormat, offer: Offer, literal: Literal) -> None:
-        self._form, self._offer, self._tools = form, offer, offer.callable
+    def __init__(self, form: ToolFormat, tools: RequestTools, literal: Literal) -> None:
+        self._form, self._request_tools, self._tools = form, tools, tools.callable
         self._literal = literal
         self._rules: list[str] = []
 
     def whole(self, wanted: StructuredOutputs | None) -> str:
-        form, offer = self._form, self._offer
+        form, tools = self._form, self._request_tools
         answer = None if wanted is None else self._answer(wanted)
         if self._tools:
             self._arguments()
         if form.harmony:
             start = self._channels(answer)
-        elif offer.is_forced:
+        elif tools.is_forced:
             start = self._calls("")
         elif answer is not None:
             start = f"({self._calls('')}) | {answer}"
@@ -125,7 +125,7 @@ class _Lark:
         opening = form.opening.removeprefix(said)
         first = "" if form.opening else said
         parts = [self._maybe(opening), self._one("first", first)]
-        if self._offer.parallel and self._offer.choice != "named":
+        if self._request_tools.parallel and self._request_tools.choice != "named":
             parts.append(f"({self._maybe(form.between)} {self._one('next', '')})*")
         return " ".join([*parts, self._maybe(form.closing)]).strip()
 
@@ -147,7 +147,7 @@ class _Lark:
             self._rules.append(f"arguments_{at}: %json {json.dumps(self._schema(tool))}")
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
-        if not (tool.strict or self._offer.is_forced):
+        if not (tool.strict or self._request_tools.is_forced):
             return _WHITESPACE | _ANYTHING
         schema = _WHITESPACE | _ANYTHING | tool.parameters
         named = schema.get("properties") is not None or schema.keys() <= {"type", "x-guidance"}
@@ -188,7 +188,7 @@ class _Lark:
         ends = f'{text("<|end|>")} {text("<|start|>")} "assistant"'
         self._rules.append(f'say: {text("<|channel|>")} ("analysis" | "commentary") {text("<|message|>")} TEXT {ends}')
         last = f'{text("<|channel|>")} "final" {text("<|message|>")} {answer or "TEXT"}'
-        options = [] if self._offer.is_forced else [last]
+        options = [] if self._request_tools.is_forced else [last]
         if self._tools:
             options.append(self._one("call", ""))
         return f"say* ({' | '.join(options)})"

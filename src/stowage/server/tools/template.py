@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from stowage.engine.sampling_params import Thinking
 from stowage.server.tools.formats import AUTO, FORMATS, of_template
-from stowage.server.tools.offer import Offer
 from stowage.server.tools.parser import THINK_BEGIN, THINK_END
+from stowage.server.tools.request_tools import RequestTools
 
 __all__ = ["ChatTemplate"]
 
@@ -59,13 +59,13 @@ class ChatTemplate:
         return any(self._is_special(text) for text in texts if text)
 
     def told(
-        self, messages: list[dict[str, Any]], offer: Offer, template: Mapping[str, Any]
+        self, messages: list[dict[str, Any]], tools: RequestTools, template: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The messages and values that the template is rendered with."""
         if self._knows_tools:
-            described = [tool.described for tool in offer.tools]
+            described = [tool.described for tool in tools.tools]
             return messages, dict(template) | ({"tools": described} if described else {})
-        return _in_words(messages, offer), dict(template)
+        return _in_words(messages, tools), dict(template)
 
     def thoughts(self, prompt: list[int]) -> tuple[bool, bool]:
         """Whether an answer to this prompt may have reasoning, and whether it begins within it."""
@@ -90,7 +90,7 @@ class ChatTemplate:
         return token is not None and not self._tokenizer.decode([token], skip_special_tokens=True)
 
 
-def _in_words(messages: list[dict[str, Any]], offer: Offer) -> list[dict[str, Any]]:
+def _in_words(messages: list[dict[str, Any]], tools: RequestTools) -> list[dict[str, Any]]:
     """The messages for a template that knows roles and texts only."""
     told: list[dict[str, Any]] = []
     results = False
@@ -109,8 +109,8 @@ def _in_words(messages: list[dict[str, Any]], offer: Offer) -> list[dict[str, An
                 | {"content": "\n".join([*([content] if content or not calls else []), *calls])}
             )
         results = role == "tool"
-    if offer.tools:
-        words = _INTRODUCTION.format(tools="\n".join(json.dumps(tool.described) for tool in offer.tools))
+    if tools.tools:
+        words = _INTRODUCTION.format(tools="\n".join(json.dumps(tool.described) for tool in tools.tools))
         if told[0]["role"] == "system":
             told[0] = told[0] | {"content": f"{told[0]['content']}\n\n{words}"}
         else:

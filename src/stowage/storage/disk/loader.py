@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from stowage.core.read_buffers import ReadBuffers, leave_caches
+from stowage.core.read_buffers import ReadBuffers, flush_from_caches
 from stowage.storage.disk.bundle import Bundle, Flight, Share
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX, Plan, Run, make_plan
 from stowage.storage.disk.reader import Fetched, Reader, Result
@@ -333,7 +333,7 @@ class Loader:
         begun = self._rates.unpacking.begin(raw_bytes)
         try:
             self._serve_fetched(reader, shares, run, fetched)
-            leave_caches(memory[: run.packed_bytes])
+            flush_from_caches(memory[: run.packed_bytes])
         finally:
             self._rates.unpacking.end(begun, raw_bytes, run.form)
             with self._lock:

@@ -1,9 +1,9 @@
 """Matrices in the format in which they were published, and the modules that compute with them.
 
-A linear layer has a parameter for each tensor of its format in the place of its weight (``q4_k``; ``mxfp4_blocks`` and
-``mxfp4_scales``; ``fp8_codes`` ...), stacked experts the same with the experts in front. Their bytes are those of the
-checkpoint, wherever they lie; ``executor.kernels`` multiplies with them as they are, and without kernels some outputs
-at a time become numbers.
+Instead of its weight, a linear layer has one parameter for each tensor of its format (``q4_k``; ``mxfp4_blocks`` and
+``mxfp4_scales``; ``fp8_codes`` ...); stacked experts have the same with a first dimension of experts. The bytes are
+those of the checkpoint. ``executor.kernels`` multiplies with them directly; without kernels, torch multiplies after
+some outputs at a time were dequantized.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ __all__ = [
 
 _TILE_ELEMENTS: Final = 1 << 19
 _TILE_ELEMENTS_AT_ONCE: Final = 1 << 26
-"""Where unpacking takes no more memory than the numbers: 128 MiB of bfloat16, so that all but some output layers are
-multiplied as a whole, as plain ones are, and to the same bits. 2^24 were no quicker on an H100."""
+"""Where dequantizing needs no memory besides its result: 128 MiB of bfloat16, so that all but some output layers are
+one product, with the same bits as a plain layer. 2^24 were no quicker on an H100."""
 _UNPACKING_BYTES: Final = 16
-"""Of memory for each number that is unpacked at a time: codes as whole numbers, values in float32, what they become."""
+"""Memory for each number that is dequantized at a time: codes as integers, values in float32, the result."""
 
 
 def parameter_names(spec: Spec, own: str = "", pieces: int = 1) -> dict[str, str]:
-    """What the parameters of each part are called, instead of ``own`` of stacked experts or of a layer's weight. Where
-    it is in ``pieces``, of each piece's parts.
+    """The parameter's name for each part of ``spec``: behind ``own``, the name of a stack of experts, or without it in
+    a
+    linear layer. With several ``pieces``, for each part of each piece.
     """
     if pieces > 1:
         each = (parameter_names(spec, f"{own}_{number}") for number in range(pieces))
@@ -53,7 +54,7 @@ def parameter_names(spec: Spec, own: str = "", pieces: int = 1) -> dict[str, str
 
 
 class BlockMatrix(PackedMatrix):
-    """``parts``, the tensors of ``spec``, in the place of a weight that is multiplied with."""
+    """A weight (outputs, inputs) as ``parts``, the tensors of ``spec``. ``transposed``: (inputs, outputs) instead."""
 
     __slots__ = ("parts", "spec")
 
@@ -74,7 +75,7 @@ class BlockMatrix(PackedMatrix):
 
     @property
     def is_here(self) -> bool:
-        """Whether the bytes are in memory; what is offloaded has no strides."""
+        """Whether the bytes are in memory: an offloaded parameter is not contiguous."""
         return all(part.is_contiguous() for part in self.parts.values())
 
     @torch.no_grad()
@@ -95,21 +96,21 @@ class BlockMatrix(PackedMatrix):
         return BlockMatrix(self.spec, self.parts, self.values_dtype)
 
     def int8_parts(self) -> None:
-        """It is in no form of ours."""
+        """Nothing: the format is not one of ours. See PackedMatrix."""
 
     def int4_parts(self) -> None:
-        """It is in no form of ours."""
+        """Nothing: the format is not one of ours. See PackedMatrix."""
 
     @torch.no_grad()
     def lookup_rows(self, ids: Tensor) -> Tensor:
-        """The rows of ``ids`` (any shape): (..., inputs). Of a format of one tensor, which may have some rows only."""
+        """The rows of ``ids`` (any shape): (..., inputs). For formats of one tensor, which may hold some rows only."""
         rows = self.parts[""][ids.reshape(-1)]
         values = dequantized(replace(self.spec, outputs=len(rows)), {"": rows}, self.values_dtype)
         return values.view(*ids.shape, self.spec.inputs)
 
     @torch.no_grad()
     def dequantized(self) -> Tensor:
-        """The weights as one tensor, new memory: for whoever does more with them than multiply."""
+        """The weights as a new tensor, for code that does more with them than multiply."""
         whole = torch.empty(self.spec.outputs, self.spec.inputs, dtype=self.values_dtype, device=self.device)
         for begin, end in self._tiles(self.values_dtype):
             whole[begin:end] = self._values(begin, end, self.values_dtype)
@@ -124,9 +125,8 @@ class BlockMatrix(PackedMatrix):
 
 
 class BlockRows(PackedMatrix):
-    """``matrices`` one below the other, in the place of a weight that is multiplied with: what a model has in one that
-    the checkpoint has in several, whose bytes are not one matrix. ``interleaved``: a row of each after the other
-    instead.
+    """One weight that the checkpoint holds as several ``matrices``: they are concatenated along the outputs, or, if
+    ``interleaved``, their rows alternate.
     """
 
     __slots__ = ("interleaved", "matrices")
@@ -152,7 +152,7 @@ class BlockRows(PackedMatrix):
         return out if bias is None else out.add_(bias)
 
     def joined(self, outputs: Sequence[Tensor]) -> Tensor:
-        """What the whole gives, of what each matrix gave: (..., outputs)."""
+        """The product with the whole weight (..., outputs), from the products with each matrix."""
         return joined(outputs, -1, self.interleaved)
 
     def as_linear_weight(self) -> BlockRows:
@@ -167,8 +167,9 @@ class BlockRows(PackedMatrix):
 
 
 class BlockLinear(nn.Module):
-    """A linear layer whose weight is the tensors of ``spec``. ``heads``: of whose outputs the two halves are
-    interleaved, as llama.cpp rotates them, and come out one half after the other. 0: they come out as they are.
+    """A linear layer whose weight is the tensors of ``spec``. ``heads``: the number of heads whose outputs have their
+    two
+    halves interleaved, in llama.cpp's rotary layout; the forward de-interleaves them. 0: no such heads.
     """
 
     def __init__(self, spec: Spec, bias: nn.Parameter | None, dtype: torch.dtype, heads: int = 0) -> None:
@@ -181,7 +182,7 @@ class BlockLinear(nn.Module):
         self._is_hf_initialized = True  # Transformers would fill what it knows with random numbers
 
     def forward(self, x: Tensor) -> Tensor:
-        matrix: Any = self.matrix  # a mode of torch that has its own product is asked first
+        matrix: Any = self.matrix  # dispatches to torch function modes, which may have kernels for it
         out = nn.functional.linear(x, matrix, self._parameters["bias"])
         if not self.heads:
             return out
@@ -193,7 +194,7 @@ class BlockLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """As numbers, in memory of their own: for code that does more with them than a linear layer does."""
+        """Dequantized, as a new tensor, for code that does more with it than a linear layer."""
         return deinterleave_heads(self.matrix.dequantized(), self.heads)
 
     def extra_repr(self) -> str:
@@ -201,8 +202,9 @@ class BlockLinear(nn.Module):
 
 
 def unpacking_bytes(model: nn.Module, dtype: torch.dtype, at_once: bool = False) -> int:
-    """What multiplying without kernels takes besides, in the thread that computes, with inputs in ``dtype``.
-    ``at_once``: where that may be done on a device that unpacks without more memory.
+    """Memory in bytes that multiplying with inputs in ``dtype`` needs for dequantized weights where there are no
+    kernels.
+    ``at_once``: on a device, which may dequantize without further memory.
     """
     specs = {spec for module in model.modules() for spec in getattr(module, "block_specs", ())}
     each = [_UNPACKING_BYTES * min(s.outputs, _tile(s)) * s.inputs for s in specs]
@@ -212,20 +214,20 @@ def unpacking_bytes(model: nn.Module, dtype: torch.dtype, at_once: bool = False)
 
 
 def _tile(spec: Spec, at_once: bool = False) -> int:
-    """How many outputs are unpacked at a time."""
+    """How many outputs are dequantized at a time."""
     together = max(OUTPUTS_TOGETHER, spec.block_rows)
     return max(1, (_TILE_ELEMENTS_AT_ONCE if at_once else _TILE_ELEMENTS) // spec.inputs // together) * together
 
 
 def deinterleave_heads(values: Tensor, heads: int) -> Tensor:
-    """Rows (outputs, inputs) of ``heads`` whose halves were interleaved, one half after the other. 0: as they are."""
+    """``values`` (outputs, inputs) with the interleaved halves of each head one after the other. 0 heads: unchanged."""
     if not heads:
         return values
     return values.reshape(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
 
 
 def joined(each: Sequence[Tensor], dim: int, interleaved: bool = False) -> Tensor:
-    """Tensors alike, one after the other along ``dim`` or (``interleaved``) one element of each after the other."""
+    """Tensors of one shape concatenated along ``dim``, or, if ``interleaved``, alternating along it."""
     if not interleaved:
         return torch.cat(list(each), dim=dim)
     dim %= each[0].dim()
@@ -233,7 +235,7 @@ def joined(each: Sequence[Tensor], dim: int, interleaved: bool = False) -> Tenso
 
 
 def put_linear(model: nn.Module, path: str, spec: Spec, dtype: torch.dtype, heads: int = 0) -> BlockLinear:
-    """A layer of ``spec``, without values yet, in the place of the linear layer at ``path``; values in ``dtype``."""
+    """Replace the linear layer at ``path`` by one of ``spec`` on the meta device; ``dtype``: of dequantized values."""
     parent, _, own = path.rpartition(".")
     plain: Any = model.get_submodule(path)
     layer = BlockLinear(spec, plain.bias, dtype, heads)
@@ -242,12 +244,13 @@ def put_linear(model: nn.Module, path: str, spec: Spec, dtype: torch.dtype, head
 
 
 def put_matrix(module: nn.Module, own: str, spec: Spec, dtype: torch.dtype, looks_up: bool = False) -> None:
-    """Parameters of ``spec``, without values yet, in the place of parameter ``own`` of a module of any other kind: an
-    embedding (``looks_up``: it computes with rows of its table, and with nothing else), a router.
+    """Replace parameter ``own`` of another kind of module, an embedding or a router, by parameters of ``spec`` on the
+    meta
+    device. ``looks_up``: an embedding whose forward only looks up rows.
     """
     delattr(module, own)
     register(module, spec, "", ())
-    if not isinstance(module, nn.Embedding):  # those may have a scale that Transformers makes when the rest is loaded
+    if not isinstance(module, nn.Embedding):  # embeddings may have a scale that Transformers initializes
         module._is_hf_initialized = True  # type: ignore[assignment]  # see above
     plain: Any = type(module)
     module.__class__ = _with_matrix(plain, own, spec, dtype, looks_up)
@@ -262,7 +265,7 @@ def _with_matrix(plain: Any, own: str, spec: Spec, dtype: torch.dtype, looks_up:
 
 
 def register(module: nn.Module, spec: Spec, own: str, before: tuple[int, ...]) -> None:
-    """Parameters of ``spec``, called after ``own``, without values yet; ``before``: their first sizes."""
+    """Register parameters of ``spec`` on the meta device, named after ``own``, with leading dimensions ``before``."""
     names = parameter_names(spec, own)
     for part, (shape, dtype) in spec.tensors().items():
         empty = torch.empty((*before, *shape), dtype=dtype, device="meta")

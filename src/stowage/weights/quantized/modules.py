@@ -1,9 +1,9 @@
 """Models with packed matrices: which matrices of a model can be packed, and the modules that compute with them.
 
-A linear layer has one parameter of bytes, called after its form, in the place of its weight; stacked experts have one
-of (experts, pieces, bytes) for each stack. Everything else of the model is Transformers' own and as it was: experts run
-its loop over those that were chosen. Transformers builds such a model because a quantizer is registered with it under
-``METHOD``; it replaces the modules before anything is loaded.
+A packed linear layer has one parameter of bytes, named after its form, instead of its weight; stacked experts have one
+(experts, pieces, bytes) for each stack. All else of the model is Transformers' own; experts run its loop over the
+chosen ones. Transformers builds such a model because a quantizer is registered with it under ``METHOD``, which replaces
+the modules before anything is loaded.
 """
 
 from __future__ import annotations
@@ -43,18 +43,17 @@ __all__ = [
 ]
 
 METHOD: Final = "stowage_pack"
-"""What ``quantization_config`` in config.json calls it."""
+"""``quant_method`` in the ``quantization_config`` of config.json."""
 VERSION: Final = 2
 VARIANT: Final = "stowage"
 FILE: Final = f"model.{VARIANT}.safetensors"
-"""Not the name that Transformers looks for: without Stowage it finds no weights, and fills no gap."""
+"""Not the name that Transformers looks for: without Stowage it finds no weights, instead of random ones."""
 _KEPT: Final = frozenset(("gate", "router", "wg", "shared_expert_gate", "kv_b_proj"))
-"""Layers that stay, and what is inside modules called so: routers are small and decide much; of kv_b_proj the weight
-itself is computed with.
-"""
+"""Layers that are not packed, by a name in their path: routers are small and decide much; kv_b_proj's weight is used
+by other code than the layer's forward."""
 _OUTPUTS_LEAST, _INPUTS_LEAST = 16, 32
 _SMALLER: Final[Mapping[str, tuple[str, ...]]] = {"q4_k": ("q5_0",), "q5_k": ("q5_1",)}
-"""Forms in smaller groups that take the place of those in large ones."""
+"""Forms with smaller groups, for matrices that are no multiple of a form's group."""
 
 
 class PackedLinear(nn.Module):
@@ -70,7 +69,7 @@ class PackedLinear(nn.Module):
         self._is_hf_initialized = True  # Transformers would fill what it knows with random numbers
 
     def forward(self, x: Tensor) -> Tensor:
-        matrix: Any = self.matrix  # a mode of torch that has its own product is asked first
+        matrix: Any = self.matrix  # dispatches to torch function modes, which may have kernels for it
         return nn.functional.linear(x, matrix, self._parameters["bias"])
 
     @property
@@ -79,7 +78,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Unpacked, in memory of its own: for code that does more with it than a linear layer does."""
+        """Dequantized, as a new tensor, for code that does more with it than a linear layer."""
         return self.matrix.dequantized()
 
     def extra_repr(self) -> str:
@@ -87,7 +86,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedStack:
-    """``packed`` (experts, pieces, bytes) as what a model's loop over experts takes one matrix after the other from."""
+    """``packed`` (experts, pieces, bytes) as a stack that a module's loop indexes by expert."""
 
     __slots__ = ("dtype", "form", "packed", "transposed")
 
@@ -100,8 +99,8 @@ class PackedStack:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parameter that can be packed: ``own`` of ``module``. ``experts``: 0 for a linear layer's weight. ``head``: the
-    output layer's; its table is the embedding ``module`` where these are one.
+    """A parameter that can be packed: ``own`` of ``module``. ``experts``: how many it stacks, 0 for a linear layer.
+    ``head``: it is the output layer's weight; ``module`` is the embedding where these are tied.
     """
 
     path: str
@@ -114,20 +113,20 @@ class Target:
     head: bool = False
 
     def form(self, name: str) -> Form:
-        """How it is packed when it is packed as ``name``. What has no whole groups of 256 has smaller ones, as
-        llama.cpp does it. What has none of these either, and the output layer, whose errors nothing evens out, are
-        int8.
+        """The form in which it is packed when ``name`` was asked for. A matrix that is no multiple of its groups of 256
+        gets smaller groups, as in llama.cpp. If these do not fit either, and for the output layer, whose errors no
+        later layer evens out, it is int8.
         """
         forms = (Form(each, self.outputs, self.inputs) for each in (name, *_SMALLER.get(name, ())))
         found = None if self.head else next((form for form in forms if form.fits), None)
         return found or Form("int8", self.outputs, self.inputs)
 
     def packed_name(self, form: str) -> str:
-        """What it is called when it is packed."""
+        """The name of the packed parameter."""
         return f"{self.path}_{form}" if self.experts else f"{self.path.removesuffix('.weight')}.{form}"
 
     def shape(self, form: Form) -> tuple[int, ...]:
-        """Of the packed parameter."""
+        """The shape of the packed parameter."""
         if form.spec is not None:
             return (self.experts, form.outputs, form.row_bytes)[0 if self.experts else 1 :]
         if not self.experts:
@@ -136,8 +135,8 @@ class Target:
         return (self.experts, form.nbytes // piece, piece)
 
     def pack(self, values: Tensor, form: Form, inputs: Iterable[Inputs | None] = ()) -> Tensor:
-        """The bytes of ``values``, in the shape that they have in the file. ``inputs``: what it reads, where that is
-        known; of stacked experts, what each reads. Raises CheckpointError.
+        """The packed bytes of ``values``, in the shape that they have in the file. ``inputs``: statistics of the inputs
+        that it multiplies, if known; for stacked experts, one per expert. Raises CheckpointError.
         """
         each = iter(inputs)
         if not self.experts:
@@ -150,9 +149,10 @@ class Target:
 
 
 def targets(model: Any) -> Iterator[Target]:
-    """What of ``model`` (which may have no bytes) can be packed: linear layers, and stacked experts that its own loop
-    takes one by one. Not what is tied to another parameter, routers, and matrices that are too small; but, last and
-    beside others only, the table that is embedding and output layer.
+    """The parameters of ``model`` (which may be on the meta device) that can be packed: linear layers, and stacked
+    experts
+    whose module loops over them. Left out are tied parameters, routers, and small matrices. If there are any others,
+    the table that is both embedding and output layer comes last.
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     shared = {*tied.keys(), *tied.values()}
@@ -172,7 +172,7 @@ def _head(model: Any) -> Any:
 
 
 def _tied_table(model: Any, head: Any, tied: Mapping[str, str]) -> tuple[str, nn.Embedding] | None:
-    """The embedding whose table the output layer ``head`` multiplies with, and nothing else does."""
+    """The embedding whose table is tied to the output layer ``head``, and to nothing else; and its parameter's path."""
     if len(tied) != 1 or type(head) is not nn.Linear:
         return None
     ((copy, path),) = tied.items()
@@ -200,22 +200,22 @@ def _untied(model: Any, head: Any, shared: Collection[str]) -> Iterator[Target]:
 
 
 def _loops(module: nn.Module) -> bool:
-    """Whether ``module`` is experts of the kind that Transformers can run in several ways, of which its own loop, which
-    indexes the stacks by expert, is one.
+    """Whether ``module`` is experts that Transformers can run in several ways, one of which is a loop that indexes the
+    stacks by expert.
     """
     stated = all(hasattr(module, name) for name in ("is_transposed", "has_gate", "is_concatenated"))
     return stated and hasattr(type(module).forward, "__wrapped__")
 
 
 def forms_in(names: Sequence[str]) -> dict[str, str]:
-    """The packed tensors among ``names``, and how each is packed."""
+    """The packed tensors among ``names``, with the name of each one's form."""
     return {name: form for name in names if (form := form_of(name))}
 
 
 def replace(model: Any, names: Sequence[str], dtype: torch.dtype) -> list[Form]:
-    """Put packed modules in the place of those of ``model`` whose weights are packed in a file with tensors ``names``.
+    """Replace the modules of ``model`` whose weights are packed in a file with tensors ``names``. Returns their forms.
 
-    Raises CheckpointError when the model has no such matrix for one of them.
+    Raises CheckpointError when the model has no matrix for one of the packed tensors.
     """
     packed, forms = forms_in(names), list[Form]()
     stacks: dict[int, tuple[nn.Module, dict[str, tuple[Form, bool]]]] = {}
@@ -263,7 +263,7 @@ def replace(model: Any, names: Sequence[str], dtype: torch.dtype) -> list[Form]:
 
 
 def _put_table(model: Any, target: Target, form: Form, dtype: torch.dtype) -> None:
-    """One parameter of bytes for an embedding and for the output layer that is tied to it."""
+    """Replace an embedding and the output layer that is tied to it; both have one packed parameter."""
     ((copy, _),) = model.all_tied_weights_keys.items()
     path, embedding = copy.rpartition(".")[0], target.module
     parent, _, own = path.rpartition(".")
@@ -278,14 +278,14 @@ def _put_table(model: Any, target: Target, form: Form, dtype: torch.dtype) -> No
 
 @functools.lru_cache(maxsize=256)
 def _with_table(plain: Any, form: Form, dtype: torch.dtype) -> type[nn.Module]:
-    """``plain`` embeddings that look up rows of a packed table, all of which has to be there."""
+    """A subclass of ``plain`` embeddings that looks up rows of a packed table, all of which must be in memory."""
     table = property(lambda self: PackedMatrix(form, self._parameters[form.name], dtype))
     return type(f"Packed{plain.__name__}", (plain,), {"weight": table, "looks_up": False})
 
 
 @functools.lru_cache(maxsize=256)
 def _with_stacks(plain: Any, dtype: torch.dtype, forms: tuple[tuple[str, tuple[Form, bool]], ...]) -> type[nn.Module]:
-    """``plain`` experts that run their own loop, and take each stack from its packed parameter."""
+    """A subclass of ``plain`` experts that runs their loop over packed stacks."""
 
     def stack_of(own: str, form: Form, transposed: bool) -> property:
         def stack(self: nn.Module) -> PackedStack:
@@ -302,7 +302,7 @@ def _with_stacks(plain: Any, dtype: torch.dtype, forms: tuple[tuple[str, tuple[F
 
 
 def packed_forms(model: Any) -> list[Form]:
-    """Of every matrix of ``model`` in a form of our own; of stacked experts, once."""
+    """The forms of all matrices of ``model`` in forms of our own; a stack of experts counts once."""
     found = list[Form]()
     for module in model.modules():
         if isinstance(module, PackedLinear):
@@ -312,19 +312,19 @@ def packed_forms(model: Any) -> list[Form]:
 
 
 def has_packed_experts(model: Any) -> bool:
-    """Whether ``model`` has experts in a form of our own, which it multiplies with one after the other."""
+    """Whether ``model`` has experts in a form of our own, which are computed one after the other."""
     return any(getattr(type(module), "stack_forms", ()) for module in model.modules())
 
 
 def is_packed(model: Any) -> bool:
-    """Whether there are matrices of few bits in ``model``, ours or published ones."""
+    """Whether ``model`` has quantized matrices, in our forms or published formats."""
     return bool(packed_forms(model)) or any(getattr(module, "block_specs", ()) for module in model.modules())
 
 
 def marked(config: Any) -> dict[str, Any]:
-    """What a config says of packing, checked; empty where the checkpoint is not packed.
+    """The ``quantization_config`` of a packed checkpoint; empty if the checkpoint is not packed.
 
-    Raises CheckpointError for what this version does not read.
+    Raises CheckpointError for a version that this Stowage does not read.
     """
     stated: Any = getattr(config, "quantization_config", None)
     stated = stated.to_dict() if hasattr(stated, "to_dict") else stated
@@ -339,7 +339,7 @@ def marked(config: Any) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Make Transformers build packed models. May be called again."""
+    """Register the quantizer with Transformers, so that it builds packed models. Idempotent."""
 
     def before(model: Any, config: Any, dtype: torch.dtype, files: Sequence[str]) -> Mapping[str, torch.Size]:
         (file,) = files
@@ -350,7 +350,7 @@ def register() -> None:
 
 
 def _check_shapes(model: Any, shapes: Mapping[str, torch.Size]) -> None:
-    """Of a quantised model Transformers does not: bytes would be taken for other weights."""
+    """Transformers does not compare shapes of quantized models, so bytes could be taken for other weights."""
     for name, tensor in model.state_dict().items():
         if tensor.shape != shapes.get(name):
             raise CheckpointError(
@@ -360,7 +360,7 @@ def _check_shapes(model: Any, shapes: Mapping[str, torch.Size]) -> None:
 
 
 def names_in(path: Path) -> list[str]:
-    """The tensors of a safetensors file that was checked before."""
+    """The names of the tensors in a safetensors file, whose header was checked before."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return [name for name in json.loads(file.read(length)) if name != "__metadata__"]

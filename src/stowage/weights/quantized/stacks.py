@@ -1,12 +1,12 @@
 """Stacked experts in the format in which they were published, and how a module computes with those that are chosen.
 
-    few tokens    the rows of each expert by its own matrix, all in one call (``stacked_linear``), which can be recorded
-    many tokens   one expert after the other, so that memory holds the wide activations of one only
-    Llama 4       Transformers' own forward gives every expert all tokens, those that did not choose it as zeros: such
-                  rows are not multiplied (``multiply_experts``)
+    few tokens    all experts' products in one call (``stacked_linear``), which can be recorded
+    many tokens   one expert after the other, so that only one expert's activations are in memory
+    Llama 4       Transformers' own forward gives every expert all tokens, those that did not choose it as zeros: rows
+                  of zeros are not multiplied (``multiply_experts``)
 
-Either way a token's experts are added up as Transformers' grouped products do it, and where experts come one by one
-(``arriving``), those that are there are computed with first.
+A token's experts are always added up as in Transformers' grouped products. Where experts are delivered one by one
+(``arriving``), those in memory are computed first.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ __all__ = [
 ]
 
 DOWN: Final = "down_proj"
-"""The stack of experts that is multiplied with last."""
+"""The stack of the experts' last matrices."""
 Run = tuple[int, int, int]
-"""An expert, and from where to where rows are its own."""
+"""An expert, and the begin and end of its rows."""
 _ROWS_FEW: Final = 512
-"""Choices of experts, of all tokens of a forward, that are computed in one call."""
+"""Up to this number of (token, expert) pairs are computed in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
-    """How a stack of experts is kept: in ``pieces`` of ``spec`` each, one below the other or (``interleaved``) a row of
-    each after the other; ``transposed``: whether the module takes a matrix for (inputs, outputs).
+    """How a stack of experts is kept: each matrix as ``pieces`` of ``spec``, concatenated along the outputs or, if
+    ``interleaved``, with alternating rows. ``transposed``: the module expects matrices (inputs, outputs).
     """
 
     spec: Spec
@@ -62,9 +62,7 @@ class Stacking:
 
 
 class BlockStack:
-    """Parts with experts in front, as what a model's loop over experts takes one matrix after the other from; of each
-    piece, whose matrices are one below the other.
-    """
+    """A stack of experts that a module's loop indexes. ``pieces``: for each piece its parts, (experts, ...)."""
 
     __slots__ = ("dtype", "how", "pieces")
 
@@ -83,24 +81,24 @@ class BlockStack:
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Experts that are all given all tokens. A mode of torch that has its own product is asked first."""
+        """``torch.bmm`` of modules that give every expert all tokens. Torch function modes come first."""
         if function is not torch.bmm or kwargs or not isinstance(args[1], cls):
             return NotImplemented
         return args[1].multiply_each(args[0], expert_linear)
 
     def multiply_each(self, x: Tensor, linear: Callable[..., Tensor]) -> Tensor:
-        """``multiply_experts`` with these matrices, each by ``linear``."""
+        """``multiply_experts`` with these matrices, each product by ``linear``."""
         return multiply_experts(x, self.shape[2], lambda rows, expert: linear(rows, self[expert].as_linear_weight()))
 
 
 def has_transposed_experts(module: Any) -> bool:
-    """Whether experts ``module`` take a matrix for (inputs, outputs). Llama 4's do, and do not say so."""
+    """Whether a module's experts are matrices (inputs, outputs). Llama 4's are, without an attribute for it."""
     return bool(getattr(module, "is_transposed", type(module).__name__ == "Llama4TextExperts"))
 
 
 def multiply_experts(x: Tensor, outputs: int, multiply: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """``x`` (experts, tokens, inputs), of each expert its rows by ``multiply(rows, expert)``: (experts, tokens,
-    ``outputs``). Rows of zeros, of tokens that did not choose the expert, give zeros, and are not multiplied.
+    """The product (experts, tokens, ``outputs``) of ``x`` (experts, tokens, inputs) with each expert's matrix, by
+    ``multiply(rows, expert)``. Rows of zeros, of tokens that did not choose the expert, are left out: they stay zeros.
     """
     out, chosen = x.new_zeros(*x.shape[:2], outputs), dict[int, list[int]]()
     for expert, row in x.ne(0).any(-1).nonzero().tolist():
@@ -111,8 +109,9 @@ def multiply_experts(x: Tensor, outputs: int, multiply: Callable[[Tensor, int], 
 
 
 def put_stacks(module: nn.Module, stacks: Mapping[str, Stacking], dtype: torch.dtype) -> None:
-    """Parameters without values yet in the place of those stacks of experts of ``module`` that are named. The module
-    multiplies with one expert after the other then.
+    """Replace the named stacks of experts of ``module`` by parameters on the meta device. The module then multiplies
+    with
+    one expert after the other.
     """
     plain: Any = type(module)
     for own, how in stacks.items():
@@ -133,7 +132,7 @@ def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, Stacki
 
     members: dict[str, Any] = {own: stack_of(own, how) for own, how in stacks}
     members["block_specs"] = tuple(how.spec for _, how in stacks)
-    if not hasattr(plain.forward, "__wrapped__"):  # all experts are given all tokens
+    if not hasattr(plain.forward, "__wrapped__"):  # every expert gets all tokens
         return type(f"Block{plain.__name__}", (plain,), members)
     own_loop = plain.forward.__wrapped__
 
@@ -142,13 +141,14 @@ def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, Stacki
         result: Tensor = whole(self, hidden_states, top_k_index, top_k_weights)
         return result
 
-    members["forward"], members["bears_gaps"] = forward, True  # it takes one expert at a time
+    members["forward"], members["bears_gaps"] = forward, True  # it reads one expert at a time
     return type(f"Block{plain.__name__}", (plain,), members)
 
 
 def computes_one_by_one(module: nn.Module) -> bool:
-    """Whether ``module`` takes experts one by one from stacks of this kind, in any order. Where it has a function
-    ``arriving``, it asks that for the order.
+    """Whether ``module`` reads experts one by one from such stacks, in any order: in that of
+    ``module.arriving(experts)``,
+    if it has that attribute.
     """
     return bool(getattr(type(module), "bears_gaps", False)) and _is_grouped(module)
 
@@ -160,8 +160,8 @@ def _is_grouped(module: Any) -> bool:
 
 
 def _forward_grouped(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts that each token chose, added up as Transformers' grouped products do: of each token in the order in
-    which they were chosen, before they are rounded. See ``integrations/moe.py`` of Transformers.
+    """The forward of a module of experts. Adds a token's experts as Transformers' grouped products do: in the order of
+    choice, before rounding (Transformers, ``integrations/moe.py``).
     """
     product = _of_few if top_k_index.numel() <= _ROWS_FEW else _of_many
     weighted = product(module, hidden_states, top_k_index) * top_k_weights.reshape(-1, 1)
@@ -169,7 +169,7 @@ def _forward_grouped(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 def _of_few(module: Any, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
-    """What the chosen experts make of each token, (tokens x experts per token, outputs): all at once."""
+    """The outputs of the chosen experts (tokens x experts per token, outputs), all in one call per stack."""
     chosen = top_k_index.reshape(-1)
     rows = hidden_states.repeat_interleave(top_k_index.shape[-1], dim=0)
     wide = stacked_linear(rows, module, _first(module), chosen)
@@ -189,16 +189,16 @@ def _of_many(module: Any, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def has_grouped_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has a kernel there for many products of few rows each, ``torch._grouped_mm``. On an H100 (compute
-    capability 9) its rows did not depend on how many others an expert has; elsewhere torch multiplies one expert after
-    the other.
+    """Whether torch has a grouped kernel, ``torch._grouped_mm``, on ``device``. On an H100 (compute capability 9) a row
+    of
+    it did not depend on the expert's other rows; elsewhere torch multiplies one expert after the other.
     """
     return device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def expert_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """A linear layer of an expert: where there are grouped products, in one of them, since how torch sums in a plain
-    one depends on how many rows there are.
+    """A linear layer of an expert: by the grouped kernel where there is one, since in a plain product the order of
+    torch's sums depends on the number of rows.
     """
     if not has_grouped_products(x.device, x.dtype):
         return nn.functional.linear(x, weight, bias)
@@ -210,7 +210,7 @@ def expert_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
 
 
 def one_by_one(x: Tensor, module: Any, own: str, runs: Iterable[Run], linear: Any = expert_linear) -> Tensor:
-    """``x`` (rows, inputs), each run of rows by its expert of the stack ``own``: (rows, outputs), without biases."""
+    """The product (rows, outputs) of ``x`` (rows, inputs), each run of rows with its expert of ``own``; no biases."""
     found = {begin: linear(x[begin:end], weight_of(module, own, expert)) for expert, begin, end in runs}
     return torch.cat([found[begin] for begin in sorted(found)] or [linear(x, weight_of(module, own, 0))])
 
@@ -218,9 +218,10 @@ def one_by_one(x: Tensor, module: Any, own: str, runs: Iterable[Run], linear: An
 def stacked_linear(
     x: Tensor, module: Any, own: str, chosen: Tensor, multiply: Callable[..., Tensor] = one_by_one
 ) -> Tensor:
-    """``x`` (rows, inputs), each row by its own expert of the stack ``own`` of ``module``, plus its bias:
-    (rows, outputs). ``chosen`` (rows): which expert; numbers that are none of the module's give zeros. A mode of torch
-    has its own ``multiply``.
+    """The product (rows, outputs) of ``x`` (rows, inputs), each row with the expert ``chosen`` (rows) of the module's
+    stack
+    ``own``, plus its bias. Experts that the module does not have give zeros. ``multiply``: as `one_by_one`; torch
+    function modes pass their own.
     """
     if has_torch_function((x,)):
         found: Tensor = handle_torch_function(stacked_linear, (x,), x, module, own, chosen)
@@ -243,18 +244,18 @@ def stacked_linear(
 
 
 def _in_turn(module: Any, experts: Iterable[int]) -> Iterable[int]:
-    """``experts`` in the order in which they are computed: as they come, where they come one by one."""
+    """``experts`` in the order in which they are delivered, if they are delivered one by one, else by number."""
     ordered = sorted(experts)
     return module.arriving(ordered) if hasattr(module, "arriving") else ordered
 
 
 def up_projection(module: Any, expert: int, x: Tensor) -> Tensor:
-    """What one of the experts ``module`` makes of ``x`` (tokens, inputs) before its last product."""
+    """The activations of one expert for ``x`` (tokens, inputs) before its last product."""
     return _gated(module, projected(module, _first(module), expert, x))
 
 
 def _first(module: Any) -> str:
-    """The stack of experts that is multiplied with first."""
+    """The stack of the experts' first matrices."""
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
@@ -264,13 +265,13 @@ def _gated(module: Any, wide: Tensor) -> Tensor:
 
 
 def projected(module: Any, own: str, expert: int, x: Tensor) -> Tensor:
-    """``x`` (tokens, inputs) by the stack ``own`` of experts ``module``, one of them: (tokens, outputs)."""
+    """The product (tokens, outputs) of ``x`` (tokens, inputs) with one expert of the stack ``own``, plus its bias."""
     out = expert_linear(x, weight_of(module, own, expert))
     return out.add_(getattr(module, f"{own}_bias")[expert]) if module.has_bias else out
 
 
 def weight_of(module: Any, own: str, expert: int) -> Any:
-    """The matrix of one expert of the stack ``own``, as a linear layer has it, for which there are kernels."""
+    """The matrix of one expert of the stack ``own``, as a linear layer's weight (outputs, inputs)."""
     weight = getattr(module, own)[expert]
     if isinstance(weight, PackedMatrix):
         return weight.as_linear_weight()

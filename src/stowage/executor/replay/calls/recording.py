@@ -43,7 +43,7 @@ from stowage.executor.replay.calls.recordable import (
     has_tensor,
     is_mask,
 )
-from stowage.weights.passes import Bring, written_by
+from stowage.weights.forward_passes import Deliver, recorded_by
 
 __all__ = ["one_call", "recorded"]
 
@@ -140,8 +140,9 @@ class _Recording(TorchFunctionMode):
             _recording.reset(token)
         return self._did(function, args, kwargs, found, in_place)
 
-    def arrive(self, bring: Bring, given: Sequence[Any], weights: Sequence[nn.Parameter]) -> Any:
-        """See ``ForwardWriter``. The delivered tensors stand for the weights in the trace until ``leave``: later in the
+    def arrive(self, bring: Deliver, given: Sequence[Any], weights: Sequence[nn.Parameter]) -> Any:
+        """See ``ForwardRecorder``. The delivered tensors stand for the weights in the trace until ``leave``: later in
+        the
         step their memory belongs to other weights.
         """
         given = [value for value in given if isinstance(value, Tensor)]
@@ -159,7 +160,7 @@ class _Recording(TorchFunctionMode):
         return found
 
     def leave(self, take_back: Callable[[], None], weights: Sequence[nn.Parameter]) -> None:
-        """See ``passes.ForwardWriter``."""
+        """See ``passes.ForwardRecorder``."""
         with torch._C.DisableTorchFunction():
             take_back()
         self._did(take_back, (), {}, None)
@@ -292,12 +293,12 @@ def recorded(
     recording = _Recording(given, states, {id(tensor): tensor for tensor in kept}, mode)
     token = _recording.set(recording)
     try:
-        with recording, written_by(recording):
+        with recording, recorded_by(recording):
             found = forward()
     finally:
         _recording.reset(token)
     return found, recording.end(found)
 
 
-def _arrive(bring: Bring, weights: Sequence[nn.Parameter], *given: Tensor) -> tuple[Tensor | None, ...]:
+def _arrive(bring: Deliver, weights: Sequence[nn.Parameter], *given: Tensor) -> tuple[Tensor | None, ...]:
     return bring(*given), *weights

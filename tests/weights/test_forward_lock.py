@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import stowage
-from stowage.weights.turn import Turn
+from stowage.weights.forward_lock import ForwardLock
 from tests.weights.conftest import expectations, logits, prompt, run
 
 FORWARDS, THREADS = 400, 8
@@ -131,11 +131,11 @@ def test_a_forward_inside_of_a_forward_is_told(checkpoints: Callable[..., Path],
 
 
 def test_a_turn_that_does_not_come_is_told() -> None:
-    turn = Turn(timeout_s=0.2)
+    lock = ForwardLock(timeout_s=0.2)
     inside, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        turn.take(sys._getframe())
+        lock.acquire(sys._getframe())
         inside.set()
         over.wait()
 
@@ -143,13 +143,13 @@ def test_a_turn_that_does_not_come_is_told() -> None:
     holder.start()
     inside.wait()
     with pytest.raises(stowage.ModelError, match="has not ended"):
-        turn.take(sys._getframe())
-    turn.waits = False
+        lock.acquire(sys._getframe())
+    lock.waits = False
     with pytest.raises(stowage.ModelError, match="two forwards"):
-        turn.take(sys._getframe())
+        lock.acquire(sys._getframe())
     over.set()
     holder.join()
-    claim = turn.take(sys._getframe())  # of a thread that is gone without a word
-    assert turn.held() is claim
-    turn.give_back(claim)
-    assert turn.held() is None
+    claim = lock.acquire(sys._getframe())  # of a thread that is gone without a word
+    assert lock.held() is claim
+    lock.release(claim)
+    assert lock.held() is None

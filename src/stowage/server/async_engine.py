@@ -1,4 +1,4 @@
-"""Between the event loop and the engine's thread: requests are submitted, pieces of answers come back.
+"""The engine for the event loop: submits requests to the engine's thread, and brings the pieces of answers back.
 
 Owns the open exchanges and the threads that read requests. Neither side waits for the other: the engine puts pieces
 into an exchange's inbox, and the loop takes all that wait there as one piece, so a slow client costs no more memory
@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from stowage.engine.engine import Delta, Engine, Request
@@ -41,7 +42,7 @@ SHORT_BYTES: Final = 1 << 16
 """Bodies up to this size are read on a thread of their own, so that they never wait for the long ones of others."""
 
 
-class Bridge:
+class AsyncEngine:
     """One engine at a time, for one event loop. All methods are called on the loop's thread."""
 
     def __init__(self, supervisor: EngineSupervisor, served: ServedModel, limits: Limits) -> None:
@@ -193,16 +194,18 @@ class Exchange:
     others follow when its prompt is computed, and reuse it.
     """
 
-    def __init__(self, bridge: Bridge, request: GenerationRequest, salt: bytes, reservation: Reservation) -> None:
+    def __init__(
+        self, async_engine: AsyncEngine, request: GenerationRequest, salt: bytes, reservation: Reservation
+    ) -> None:
         self.request = request
         self.reservation = reservation
         self.began_s = time.monotonic()
         self.scores: dict[int, list[TokenLogprob | None]] = {}
         """By prompt: the log-probabilities of its tokens, where they were requested and are known."""
-        self._bridge = bridge
-        self._engine = bridge.engine
+        self._async_engine = async_engine
+        self._engine = async_engine.engine
         self.exact = self._engine.exact
-        self.vocabulary = bridge.vocabulary
+        self.vocabulary = async_engine.vocabulary
         self._salt = salt
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
@@ -223,7 +226,7 @@ class Exchange:
 
     async def submit(self, choices: Iterable[int]) -> None:
         """Raises ApiError."""
-        await self._bridge.run(lambda: self._submit(choices))
+        await self._async_engine.run(lambda: self._submit(choices))
 
     def _submit(self, choices: Iterable[int]) -> None:
         """On the reading thread, since it takes time in proportion to the prompts."""
@@ -231,16 +234,15 @@ class Exchange:
         for choice in choices:
             prompt, params = request.prompts[choice // request.n], request.params_of(choice)
 
-            def hand_over(delta: Delta, choice: int = choice) -> None:
-                self._hand_over(choice, delta)
-
             with self._lock:
                 if self._closed:
                     return
                 try:
                     adapter = request.model if request.model in engine.adapter_names else ""
                     self._requests.append(
-                        engine.submit(prompt.tokens, params, hand_over, salt=self._salt, adapter=adapter)
+                        engine.submit(
+                            prompt.tokens, params, partial(self._hand_over, choice), salt=self._salt, adapter=adapter
+                        )
                     )
                 except (RequestError, ConfigError) as error:
                     raise bad(str(error)) from error
@@ -254,7 +256,7 @@ class Exchange:
         self._inbox.append((choice, delta, nbytes))
         if not self._note(nbytes):
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._bridge.relieve)
+                self._loop.call_soon_threadsafe(self._async_engine.relieve)
         if not self._told:
             self._told = True
             try:
@@ -324,7 +326,7 @@ class Exchange:
         self._inbox.clear()
         for request in self._requests:
             self._engine.cancel(request)
-        self._bridge.closed(self, time.monotonic() - self.began_s)
+        self._async_engine.closed(self, time.monotonic() - self.began_s)
 
 
 def _merged(deltas: list[Delta]) -> Delta:

@@ -1,9 +1,9 @@
-"""Forwards of a model whose weights come and go: each has its turn from its begin to its end, however it ends.
+"""Runs the forwards of a model with offloaded weights, one at a time, and recovers after one that failed.
 
-Owns the turn and what is known of the state behind it. A forward that ends by an error or an interrupt may leave
-anything behind: weights that are shown, slots that are lent, reads under way, tables half written. Nobody repairs that
-in passing. The next forward finds it ``unsettled``, and before it begins everything is put back (``settle``), which
-can be interrupted too, and is then done again.
+Owns the lock on the weights, and whether recovery is needed. A forward that ends with an error or an interrupt may
+leave anything behind: parameters that point at delivered weights, slots in use, reads in flight, tables half written.
+It repairs nothing itself. The next forward calls ``recover`` before it begins, which resets everything. An interrupt of
+``recover`` is harmless: it is called again.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ import torch
 from torch import Tensor, nn
 
 from stowage.errors import ModelError
+from stowage.weights.forward_lock import Claim, ForwardLock
 from stowage.weights.gradients import asked_of, without
-from stowage.weights.turn import Claim, Turn
 
-__all__ = ["Bring", "ForwardWriter", "PassHooks", "Passes", "written_by"]
+__all__ = ["Deliver", "ForwardPasses", "ForwardRecorder", "PassCallbacks", "recorded_by"]
 
-Bring = Callable[..., Tensor | None]
-"""Brings the weights of a module, of the tensors that it is given; what it is to be given in the place of the first."""
+Deliver = Callable[..., Tensor | None]
+"""Delivers a module's weights, given its tensor arguments. Returns a replacement for the first argument, or None."""
 
 _COMPILED: Final = (
-    "weights that come and go are not where a compiled graph would look for them, so the model computes as it is "
-    "written. For a compiled or exported graph load the model without a budget, or with weights='*=resident'."
+    "offloaded weights are not where a compiled graph would look for them, so the model computes as it is written. "
+    "For a compiled or exported graph load the model without a budget, or with weights='*=resident'."
 )
 _INTERRUPTED: Final = (
     "the weights of this forward were taken away while it computed, so it has no answer: call it again."
 )
 
 
-class PassHooks(Protocol):
-    """What happens around passes."""
+class PassCallbacks(Protocol):
+    """What the owner of the weights does around forwards."""
 
-    def settle(self, *, forked: bool) -> None:
-        """Put everything back, whatever a forward left behind. ``forked``: this is a new process, without threads."""
+    def recover(self, *, forked: bool) -> None:
+        """Reset everything that a failed forward left behind. ``forked``: this process was forked, so it has no
+        readers.
+        """
         ...
 
     def hide(self) -> None:
-        """Nothing is shown any more that comes and goes."""
+        """Offload every parameter that points at delivered weights."""
         ...
 
     def begin_pass(self) -> None:
@@ -55,28 +57,28 @@ class PassHooks(Protocol):
         ...
 
     def end_pass(self, whole: bool) -> None:
-        """It has ended, ``whole`` or with an error."""
+        """It has ended: ``whole``, or with an error."""
         ...
 
 
-class ForwardWriter(Protocol):
-    """Writes down what a forward does, so that it can be done again without the model's own code."""
+class ForwardRecorder(Protocol):
+    """Records what a forward does, so that it can be replayed without the model's own code."""
 
-    def arrive(self, bring: Bring, given: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> Tensor | None:
-        """Call ``bring``, which shows ``weights`` until they ``leave``."""
+    def arrive(self, bring: Deliver, given: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> Tensor | None:
+        """Call ``bring``, which delivers ``weights``. They are valid until ``leave``."""
         ...
 
     def leave(self, take_back: Callable[[], None], weights: Sequence[nn.Parameter]) -> None:
-        """Call ``take_back``."""
+        """Call ``take_back``, which releases them."""
         ...
 
 
-_writer: ContextVar[ForwardWriter | None] = ContextVar("stowage_writer", default=None)
+_writer: ContextVar[ForwardRecorder | None] = ContextVar("stowage_writer", default=None)
 
 
 @contextlib.contextmanager
-def written_by(writer: ForwardWriter) -> Iterator[None]:
-    """Forwards of this thread are written down by ``writer``."""
+def recorded_by(writer: ForwardRecorder) -> Iterator[None]:
+    """Inside the context, ``writer`` records the forwards of this thread."""
     token = _writer.set(writer)
     try:
         yield
@@ -84,31 +86,31 @@ def written_by(writer: ForwardWriter) -> Iterator[None]:
         _writer.reset(token)
 
 
-class Passes:
+class ForwardPasses:
     """The forwards of one model."""
 
-    def __init__(self, delivery: PassHooks, unfrozen: Callable[[], bool] = lambda: False) -> None:
-        """``unfrozen``: whether the model has parameters of which somebody may expect gradients."""
+    def __init__(self, delivery: PassCallbacks, unfrozen: Callable[[], bool] = lambda: False) -> None:
+        """``unfrozen``: whether any parameter of the model requires gradients."""
         self._unfrozen = unfrozen
-        self.turn = Turn()
+        self.lock = ForwardLock()
         self.closed = False
         self.passes, self.forward_s = 0, 0.0
-        self._delivery = delivery
+        self._callbacks = delivery
         self._pid = os.getpid()
-        self._unsettled = False
+        self._needs_recovery = False
         self._changing = False
         self._shown = 0
-        self.learns = False
-        """Whether the forward that runs, or the backward pass, is one that something learns from."""
+        self.differentiates = False
+        """Whether the running forward computes gradients, or a backward pass is running."""
         self.backward: Claim | None = None
-        """Of the backward pass that runs."""
+        """The claim of the running backward pass."""
 
-    # Whole forwards, and whatever else needs the weights for itself
+    # Whole forwards, and whatever else needs the weights exclusively
 
     @contextlib.contextmanager
-    def own(self) -> Any:
-        """This thread has the weights for itself, between forwards. Raises ModelError, as `Turn.take` does."""
-        frame = sys._getframe(2)  # of the function that says ``with``: it runs until the weights are given back
+    def exclusive(self) -> Any:
+        """Context: no forward runs meanwhile. Raises ModelError, as `ForwardLock.acquire` does."""
+        frame = sys._getframe(2)  # of the function with the ``with`` statement: it runs until the lock is released
         claim = self._enter(frame)
         whole = False
         try:
@@ -117,96 +119,98 @@ class Passes:
         finally:
             self._leave(claim, whole)
 
-    def around(self, forward: Callable[..., Any], learns: Callable[[Any], Any]) -> Callable[..., Any]:
-        """``forward`` of the whole model, in its turn. Where gradients are asked for, ``learns`` says, of the
-        arguments, what wraps a forward that something learns from, or ``None`` where nothing does: then it has no
-        gradients, and who goes back from its output is told. It may refuse.
+    def wrap(self, forward: Callable[..., Any], learns: Callable[[Any], Any]) -> Callable[..., Any]:
+        """``forward`` of the whole model, with the lock held. With gradients switched on, ``learns(arguments)`` returns
+        what to wrap a forward in that computes gradients, or ``None`` for one that does not: then ``backward()`` from
+        its output raises ModelError. ``learns`` may raise, too.
         """
 
         @functools.partial(torch.compiler.disable, reason=_COMPILED)
-        def in_turn(*args: Any, **kwargs: Any) -> Any:
+        def locked(*args: Any, **kwargs: Any) -> Any:
             gradients, casts = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
             within = learns((args, kwargs)) if gradients else None
             try:
                 torch._C._set_grad_enabled(within is not None)
-                torch.set_autocast_cache_enabled(False)  # it would keep a copy of every weight
+                torch.set_autocast_cache_enabled(False)  # the cache would keep a copy of every weight
                 output = self.run(sys._getframe(), forward if within is None else within(forward), args, kwargs)
-            finally:  # first of all, and in one step: an interrupt comes before it or after
+            finally:  # first, and in one step: an interrupt comes before or after it
                 torch._C._set_grad_enabled(gradients)
                 torch.set_autocast_cache_enabled(casts)
             return without(output) if gradients and within is None and self._unfrozen() else output
 
         @functools.wraps(forward)
-        def called(*args: Any, **kwargs: Any) -> Any:  # a compiler looks in here, and finds the reason
-            return in_turn(*args, **kwargs)
+        def called(*args: Any, **kwargs: Any) -> Any:  # a compiler looks in here, and finds the reason not to compile
+            return locked(*args, **kwargs)
 
         return called
 
     def run(self, frame: FrameType, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What ``forward`` gives, which is one of the whole model, in its turn. It is over when ``frame`` is."""
+        """Run ``forward``, one of the whole model, with the lock held. It has ended when ``frame`` has. Returns its
+        output.
+        """
         claim = self._enter(frame)
         whole, began_s = False, time.perf_counter()
         try:
-            self.learns = torch.is_grad_enabled()
-            self._delivery.begin_pass()
+            self.differentiates = torch.is_grad_enabled()
+            self._callbacks.begin_pass()
             output = forward(*args, **kwargs)
-            if self._changing or self.turn.held() is not claim:
+            if self._changing or self.lock.held() is not claim:
                 raise ModelError(_INTERRUPTED)
             whole = True
             return output
         finally:
             self.passes += 1
             self.forward_s += time.perf_counter() - began_s
-            self._delivery.end_pass(whole)
+            self._callbacks.end_pass(whole)
             self._leave(claim, whole)
 
     def _enter(self, frame: FrameType) -> Claim:
         if self.closed:
             raise ModelError("the weights of this model were closed: load it again.")
-        claim = self.turn.take(frame)
+        claim = self.lock.acquire(frame)
         try:
             if self.closed:
                 raise ModelError("the weights of this model were closed: load it again.")
             forked = self._pid != os.getpid()
-            if self._unsettled or forked:
-                self._unsettled = True
-                self._delivery.settle(forked=forked)
+            if self._needs_recovery or forked:
+                self._needs_recovery = True
+                self._callbacks.recover(forked=forked)
                 self._shown, self._changing, self._pid = 0, False, os.getpid()
-            self._unsettled, self.learns, self.backward = True, False, None
+            self._needs_recovery, self.differentiates, self.backward = True, False, None
         except BaseException:
-            self.turn.give_back(claim)
+            self.lock.release(claim)
             raise
         return claim
 
     def _leave(self, claim: Claim, whole: bool) -> None:
-        if self.turn.held() is claim:
+        if self.lock.held() is claim:
             if whole and not self._changing and not self._shown:
-                self._unsettled = False
+                self._needs_recovery = False
             else:
-                self._delivery.hide()
-        self.turn.give_back(claim)
+                self._callbacks.hide()
+        self.lock.release(claim)
 
-    def go_back(self, end: Callable[[], None]) -> None:
-        """This thread is in a backward pass, which has its turn from now until autograd's call returns; ``end`` is
-        called when it has gone well. Nothing, when it has its turn already. Raises ModelError inside of a forward.
+    def begin_backward(self, end: Callable[[], None]) -> None:
+        """Hold the lock for this thread's backward pass until autograd's call returns. ``end`` is called when that
+        succeeded. Does nothing if the pass has the lock already. Raises ModelError inside a forward.
         """
-        held = self.turn.held()
+        held = self.lock.held()
         if held is not None and held is self.backward:
             return
         claim = self._enter(_differentiates())
-        self.learns, self.backward = True, claim
+        self.differentiates, self.backward = True, claim
 
         def ended() -> None:
-            if self.turn.held() is claim and self.backward is claim:
+            if self.lock.held() is claim and self.backward is claim:
                 end()
                 self.backward = None
                 self._leave(claim, True)
 
         torch.autograd.Variable._execution_engine.queue_callback(ended)
 
-    def end(self, frame: FrameType) -> Claim:
-        """No forward begins any more, and none runs. The turn that this takes may be kept."""
-        claim = self.turn.take(frame, waits=True)
+    def stop(self, frame: FrameType) -> Claim:
+        """Wait for the running forward, and let none begin any more. The caller may keep the lock."""
+        claim = self.lock.acquire(frame, waits=True)
         self.closed = True
         return claim
 
@@ -220,16 +224,16 @@ class Passes:
         *,
         asks: bool = False,
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Before and after the forward of a module: ``bring`` its ``weights``, of its arguments if it ``asks`` for
-        them, and take them back. A module that is called by itself has a turn of its own.
+        """Hooks before and after a module's forward: ``bring`` delivers its ``weights``, and ``take_back`` releases
+        them. ``asks``: ``bring`` reads the module's arguments. A module that is called by itself takes the lock itself.
         """
         claim: Claim | None = None
         own = False
 
         def come(module: Any, args: Any, kwargs: Any) -> Any:
             nonlocal claim, own
-            held = self.turn.held()
-            if torch.is_grad_enabled() and (held is None or not self.learns):
+            held = self.lock.held()
+            if torch.is_grad_enabled() and (held is None or not self.differentiates):
                 _refuse_gradients(module, (args, kwargs))
             here = held or self._enter(_caller())
             if self._changing:
@@ -243,8 +247,8 @@ class Passes:
 
         def go(output: Any) -> None:
             nonlocal claim
-            mine, held = claim, self.turn.held()
-            if mine is None or held is not mine or self._changing:  # what failed is put back as a whole
+            mine, held = claim, self.lock.held()
+            if mine is None or held is not mine or self._changing:  # after a failure everything is reset together
                 if held is not None and held is mine and own:
                     claim = None
                     self._leave(mine, False)
@@ -283,33 +287,32 @@ class Passes:
 
 
 def _refuse_gradients(module: Any, given: Any) -> None:
-    """Backwards, the weights would be somewhere else. Of a ``module`` that is called by itself, or whose gradients
-    somebody asks for inside of a forward that has none; what is frozen has none to be asked for.
+    """Raise ModelError if gradients are expected of ``module``, called by itself or in a forward without gradients: in
+    a backward pass its weights would be somewhere else. Frozen modules with plain inputs pass.
     """
     if asked_of(given) or (module is not None and any(p.requires_grad for p in module.parameters())):
         raise ModelError(
-            "weights that come and go have no gradients: call the whole model, or this part of it under "
-            "torch.no_grad()."
+            "offloaded weights have no gradients: call the whole model, or this part of it under torch.no_grad()."
         )
 
 
 def _differentiates() -> FrameType:
-    """The call that computes gradients, the outermost one: it runs until all of them are there."""
+    """The frame of autograd's outermost call: it runs until all gradients are computed."""
     found, frame = None, sys._getframe(1).f_back
     while frame is not None:
         found = frame if frame.f_code.co_name == "_engine_run_backward" else found
         frame = frame.f_back
     if found is None:
         raise ModelError(
-            "weights that come and go are asked for by a backward pass that this thread did not begin: compute "
-            "gradients with loss.backward() or torch.autograd.grad()."
+            "offloaded weights are needed by a backward pass that this thread did not begin: compute gradients with "
+            " loss.backward() or torch.autograd.grad()."
         )
     return found
 
 
 def _caller() -> FrameType:
-    """The call of the module whose hook asks: torch's, around its forward and all of its hooks."""
-    frame = sys._getframe(3)  # what ``before`` of ``Passes.hooks`` was called by: it has called ``come``
+    """The frame of torch's call of the hooked module, around its forward and all of its hooks."""
+    frame = sys._getframe(3)  # the caller of ``before`` in ``ForwardPasses.hooks``, which called ``come``
     while frame.f_code.co_name == "inner" and frame.f_back is not None:
         frame = frame.f_back
     return frame

@@ -1,4 +1,4 @@
-"""The tools that a request offers to the model: `tools`, `tool_choice`, `parallel_tool_calls`.
+"""The tools of a request, which the model may call: `tools`, `tool_choice`, `parallel_tool_calls`.
 
 Owns the checks of a tool. APIs read their own fields into these classes, and chat templates get them in OpenAI's form.
 """
@@ -13,7 +13,17 @@ from typing import Any, Final
 from stowage.server.api_errors import bad
 from stowage.server.fields import Fields
 
-__all__ = ["NOTHING", "TOOLS_MAX", "Offer", "Tool", "arguments_of", "chosen", "function", "listed", "offered"]
+__all__ = [
+    "NO_TOOLS",
+    "TOOLS_MAX",
+    "RequestTools",
+    "Tool",
+    "checked_tools",
+    "parse_arguments",
+    "read_function",
+    "read_tool_choice",
+    "read_tools",
+]
 
 TOOLS_MAX: Final = 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -41,7 +51,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class RequestTools:
     """The tools of a request. choice: `none`, `auto`, `required`, or `named`: the one called `name`."""
 
     tools: tuple[Tool, ...] = ()
@@ -62,24 +72,24 @@ class Offer:
         return tuple(tool for tool in self.tools if self.choice != "named" or tool.name == self.name)
 
 
-NOTHING: Final = Offer()
+NO_TOOLS: Final = RequestTools()
 """No tools."""
 
 
-def offered(tools: tuple[Tool, ...], choice: str, name: str, *, parallel: bool, where: str = "tool_choice") -> Offer:
-    """The tools of a request, checked. Raises ApiError."""
+def checked_tools(tools: tuple[Tool, ...], choice: str, name: str, *, parallel: bool) -> RequestTools:
+    """Raises ApiError when two tools have one name, or `tool_choice` asks for one that is not there."""
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         twice = next(tool for at, tool in enumerate(tools) if tool.name in names[:at])
         raise bad(f"'{twice.where}.name': there is another tool called {twice.name!r}.", f"{twice.where}.name")
     if choice in ("required", "named") and not tools:
-        raise bad(f"{where!r} wants a tool to be called, and there are no 'tools'.", where)
+        raise bad("'tool_choice' wants a tool to be called, and there are no 'tools'.", "tool_choice")
     if choice == "named" and name not in names:
-        raise bad(f"{where!r} names {name[:80]!r}, which is none of 'tools'.", where)
-    return Offer(tools, choice if tools else "none", name, parallel)
+        raise bad(f"'tool_choice' names {name[:80]!r}, which is none of 'tools'.", "tool_choice")
+    return RequestTools(tools, choice if tools else "none", name, parallel)
 
 
-def listed(fields: Fields) -> list[tuple[Fields, str]]:
+def read_tools(fields: Fields) -> list[tuple[Fields, str]]:
     """The entries of `tools`, each with its path. Raises ApiError."""
     raw = fields.take("tools")
     if raw is None:
@@ -95,7 +105,7 @@ def listed(fields: Fields) -> list[tuple[Fields, str]]:
     return [(Fields(one, f"{where}[{at}]"), f"{where}[{at}]") for at, one in enumerate(raw)]
 
 
-def function(inside: Fields, where: str, *, schema: str = "parameters") -> Tool:
+def read_function(inside: Fields, where: str, *, schema: str = "parameters") -> Tool:
     """A function's `name`, `description`, `parameters` and `strict`. Raises ApiError."""
     name = inside.needed_text("name")
     if not _NAME.fullmatch(name):
@@ -114,9 +124,9 @@ def function(inside: Fields, where: str, *, schema: str = "parameters") -> Tool:
     return Tool(name, description, parameters, strict, where, schema)
 
 
-def chosen(fields: Fields, words: dict[str, str], inside: str | None) -> tuple[str, str]:
-    """Reads `tool_choice`: `Offer.choice` and `Offer.name`. `words`: the API's words for choices; `inside`: the field
-    with the object that has the name, None: the name is in `tool_choice` itself. Raises ApiError.
+def read_tool_choice(fields: Fields, words: dict[str, str], inside: str | None) -> tuple[str, str]:
+    """Reads `tool_choice` into `RequestTools.choice` and `RequestTools.name`. `words`: the API's words for choices;
+    `inside`: the field of the object that holds the name, or None when `tool_choice` itself holds it. Raises ApiError.
     """
     raw, where = fields.take("tool_choice"), fields.path("tool_choice")
     if raw is None:
@@ -140,7 +150,7 @@ def chosen(fields: Fields, words: dict[str, str], inside: str | None) -> tuple[s
     return "named", name
 
 
-def arguments_of(text: str, where: str) -> dict[str, Any]:
+def parse_arguments(text: str, where: str) -> dict[str, Any]:
     """The arguments of a call in an earlier message. Raises ApiError for what is no JSON object."""
     if not text.strip():
         return {}

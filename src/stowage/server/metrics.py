@@ -31,8 +31,8 @@ _PER_TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25,
 _TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
 
 
-class Counts:
-    """Counters of one server."""
+class ServerMetrics:
+    """Counters and histograms of one server."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=False)
@@ -76,14 +76,14 @@ class Counts:
         """The page for Prometheus. Waits for the engine's lock, so not on the event loop."""
         return generate_latest(_WithoutCreation(self.registry))
 
-    def request(self, route: str, status: int, seconds: float) -> None:
+    def observe_request(self, route: str, status: int, seconds: float) -> None:
         self.requests.labels(route, str(status)).inc()
         self.seconds.labels(route).observe(seconds)
 
-    def asked(self, route: str, request: GenerationRequest) -> None:
+    def observe_prompts(self, route: str, request: GenerationRequest) -> None:
         self.prompt_tokens.labels(route).observe(sum(len(prompt.tokens) for prompt in request.prompts))
 
-    def numbers(self) -> dict[str, float]:
+    def totals(self) -> dict[str, float]:
         """The counters that the dashboard shows, summed over all routes."""
         asked = [s for s in _samples(self.requests) if s.labels.get("route") in GENERATION]
         return {
@@ -93,7 +93,7 @@ class Counts:
             "first_token_s": _sum(_samples(self.first_token), "_sum"),
         }
 
-    def ended(self, route: str, request: GenerationRequest, choice: int, completion: Completion) -> None:
+    def observe_choice(self, route: str, request: GenerationRequest, choice: int, completion: Completion) -> None:
         """One choice has its completion."""
         self.choices.labels(route, completion.finish_reason).inc()
         self.answer_tokens.labels(route).inc(0 if request.silent else len(completion.token_ids))
@@ -113,7 +113,7 @@ def _sum(samples: Iterable[Sample], suffix: str) -> float:
 
 
 class _WithoutCreation(_Collector):
-    """A registry's metrics without their `_created` times, which would double the page."""
+    """A registry's metrics without their `_created` times, which would double the length of the page."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._whole = registry
