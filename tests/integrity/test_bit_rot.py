@@ -198,3 +198,17 @@ def test_a_flipped_header_costs_its_segment_only(tmp_path: Path) -> None:
         flip(first, bit)
     with opened(tmp_path / "c") as client:
         assert client.load(names, lengths).ok.all()
+
+
+def test_a_flipped_batch_page_of_a_torn_segment_loses_only_what_follows(tmp_path: Path) -> None:
+    names = [key(n) for n in range(2)]
+    with opened(tmp_path / "c") as client:
+        for name in names:
+            client.store([name], [4096])
+    path = only_segment(tmp_path / "c")
+    os.truncate(path, path.stat().st_size - 1)  # no trailer: the tier scans its batches
+    flip(path, 8 * 3 * 4096 + 200)
+    with opened(tmp_path / "c") as client:
+        assert client.load(names, [4096] * 2).ok.tolist() == [True, False]
+        assert client.stats()["repaired_segments"] == 1
+        client.check()

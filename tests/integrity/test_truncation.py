@@ -113,6 +113,19 @@ def test_every_length_under_a_tier_that_has_the_index(good: Surgery, tmp_path: P
         assert reader.read(run) == [Result.GONE] * 2, "that is how segments are reclaimed"
 
 
+def test_a_cut_under_an_open_tier_is_counted_and_stored_anew(good: Surgery, tmp_path: Path) -> None:
+    whole = bytes(good.data)
+    for length in range(0, good.offsets[1], 512):
+        good.path.write_bytes(whole)
+        with opened(tmp_path / "c", refresh_s=60) as client:
+            os.truncate(good.path, length)
+            ok = client.load(NAMES, LENGTHS).ok
+            assert not ok[-1] and client.stats()["corrupt"] + client.stats()["vanished"] == (~ok).sum(), length
+            repair_by_storing(client, NAMES, LENGTHS)
+        for path in (tmp_path / "c").glob("*.seg"):
+            path.unlink()
+
+
 @pytest.mark.parametrize("extra", [b"\0", b"x" * 4095, bytes(4096), b"STOWBAT1" * 512, os.urandom(70_000)])
 def test_appended_bytes(good: Surgery, tmp_path: Path, extra: bytes) -> None:
     good.path.write_bytes(good.data + extra)

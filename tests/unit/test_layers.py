@@ -23,6 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "log": set(),
     "metrics": set(),
     "openmp": set(),
+    "svg": set(),
     "config": set(),
     "native": set(),
     "core": {"native"},
@@ -37,10 +38,10 @@ ROOMS: dict[str, set[str]] = {
     "evaluation": {"config", "core", "engine", "models", "weights"},
     "plugins": BELOW,
     "server": {"config", "engine", "metrics"},
-    "planner": {"config", "core", "engine", "executor", "models", "native", "weights"},
-    "simulator": {"cache", "config", "core", "storage"},
+    "planner": {"config", "core", "engine", "executor", "models", "native", "svg", "weights"},
+    "simulator": {"cache", "config", "core", "storage", "svg"},
     "testing": {"cache", "config", "core", "engine", "evaluation", "executor", "models", "storage", "transfer"},
-    "demo": {"config", "engine", "openmp", "testing"},
+    "demo": {"config", "engine", "openmp", "svg", "testing"},
     "cli": set(
         "cache config core demo engine evaluation executor extras log "
         "models openmp planner plugins server simulator storage testing".split()

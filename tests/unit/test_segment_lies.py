@@ -15,7 +15,8 @@ import xxhash
 
 from stowage.errors import FormatError
 from stowage.storage.format import envelope, segment
-from stowage.storage.format.segment import ENTRIES_MAX, ENTRY_BYTES, PAGE_BYTES, SegmentName, Trailer
+from stowage.storage.format.protection import NO_MARK
+from stowage.storage.format.segment import ENTRIES_MAX, ENTRY_BYTES, PAGE_BYTES, SegmentHeader, SegmentName, Trailer
 
 ID = b"\1\2\3\4\5\6\7\0"
 NAME = SegmentName(7, ID)
@@ -55,6 +56,7 @@ def test_any_page_is_of_its_kind_its_version_and_whole() -> None:
 
 def test_a_segment_header_of_another_file() -> None:
     page = segment.pack_segment_header(NAME, FILE_BYTES, NAMESPACE)
+    assert segment.parse_segment_header(page, NAME) == SegmentHeader(NAMESPACE, NO_MARK)
     for name in (SegmentName(8, ID), SegmentName(7, bytes(8))):
         with refused("a segment header of another file"):
             segment.parse_segment_header(page, name)
