@@ -8,7 +8,6 @@ Transformers, made of the first one's file, gets the first.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stowage.models.remembered import default_state_directory, put_in_place
+from stowage.models.remembered import remembered_json
 
 __all__ = ["remembering"]
 
@@ -67,35 +66,22 @@ def _remembered(look: Callable[..., Structure]) -> Callable[..., Structure]:
     package = sys.modules["transformers"]
     models = Path(str(package.__file__)).parent / "models"
     release = str(getattr(package, "__version__", "dev"))
-    file = default_state_directory() / "transformers.json"
+
+    def looked_up() -> dict[str, Any]:
+        entries = look(str(models)).items()
+        return {" ".join(sorted(needs)): {m: sorted(n) for m, n in names.items()} for needs, names in entries}
 
     def structure(module_path: str | Path, prefix: str | None = None) -> Structure:
         if "dev" in release or str(module_path) not in (str(models), str(models / "__init__.py")):
             return look(module_path, prefix)
         of = [release, str(models), models.stat().st_mtime_ns]
-        found = _read(file, of)
-        if found is None:
-            found = look(str(models))
-            put_in_place(file, json.dumps([of, [[sorted(needs), _listed(names)] for needs, names in found.items()]]))
         before = f"{prefix}." if prefix is not None else ""
-        return {needs: {f"{before}{m}": set(n) for m, n in modules.items()} for needs, modules in found.items()}
+        found = remembered_json("transformers.json", of, looked_up)
+        return {
+            frozenset(n.split()): {f"{before}{m}": set(names) for m, names in by.items()} for n, by in found.items()
+        }
 
     return structure
-
-
-def _listed(names: dict[str, set[str]]) -> dict[str, list[str]]:
-    return {module: sorted(found) for module, found in names.items()}
-
-
-def _read(file: Path, of: list[Any]) -> Structure | None:
-    """What is in ``file``, if it is there and ``of`` this installation."""
-    try:
-        stated, entries = json.loads(file.read_text(encoding="utf-8"))
-        if stated != of:
-            return None
-        return {frozenset(map(str, needs)): {str(m): set(map(str, n)) for m, n in by.items()} for needs, by in entries}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None
 
 
 def _the_same(again: Callable[..., ModuleType]) -> Callable[..., ModuleType]:
@@ -123,17 +109,8 @@ def _installed_before() -> Iterator[None]:
 def _installed(look: Callable[[], Mapping[str, list[str]]]) -> dict[str, list[str]]:
     if [finder for finder in sys.meta_path if hasattr(finder, "find_distributions")] != [PathFinder]:
         return dict(look())  # somebody else finds packages, too, and elsewhere
-    file = default_state_directory() / "packages.json"
     of = [sys.version, [[os.path.abspath(path), _changed(path)] for path in sys.path]]
-    try:
-        stated, found = json.loads(file.read_text(encoding="utf-8"))
-        if stated == of:
-            return {str(module): list(map(str, packages)) for module, packages in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        pass
-    installed = dict(look())
-    put_in_place(file, json.dumps([of, installed]))
-    return installed
+    return remembered_json("packages.json", of, lambda: dict(look()))
 
 
 def _changed(path: str) -> int:

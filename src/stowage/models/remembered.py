@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Remembered", "default_state_directory", "put_in_place"]
+__all__ = ["Remembered", "default_state_directory", "put_in_place", "remembered_json"]
 
 _ENTRIES_MAX = 512
 _VALUE_MAX = 64
@@ -41,6 +43,22 @@ def put_in_place(path: Path, text: str) -> bool:
             temporary.unlink(missing_ok=True)
         return False
     return True
+
+
+def remembered_json(name: str, of: list[Any], find_out: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The object in the state directory's file ``name`` if it was written for an equal ``of``; else what ``find_out``
+    returns, which is written there.
+    """
+    path = default_state_directory() / name
+    try:
+        stated, found = json.loads(path.read_text(encoding="utf-8"))
+        if stated == of and isinstance(found, dict):
+            return found
+    except (OSError, ValueError, TypeError):
+        pass
+    made = find_out()
+    put_in_place(path, json.dumps([of, made]))
+    return made
 
 
 class Remembered(dict[str, str]):

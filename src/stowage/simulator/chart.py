@@ -1,21 +1,16 @@
-"""Simulated scenarios as an SVG picture: hits by tier, and waits of prompts. Needs no library."""
+"""Simulated scenarios as an SVG picture: hits by tier, and waits of prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
+from stowage import svg
 from stowage.simulator.results import Figures
 
 __all__ = ["draw"]
 
 COLORS = {"host": "#588b8b", "disk": "#e0a458", "object": "#8a6fb0"}
 _WAITS = {"p50": "#2f6f4f", "p95": "#c8553d", "p99": "#7d2e20"}
-_STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:#1d2b33}.title{font-size:18px;font-weight:600}"
-    ".small{font-size:11px;fill:#5b6b73}.axis{stroke:#9fb0b8}"
-    "@media(prefers-color-scheme:dark){.page{fill:#141b20}text{fill:#e8eef1}.small{fill:#9fb0b8}}"
-)
 _LEFT, _GAP, _TOP, _HEIGHT = 60, 90, 110, 240
 _SLOT_MIN, _PANEL_MIN = 104, 320
 
@@ -26,13 +21,9 @@ def draw(title: str, points: Sequence[tuple[str, Figures]]) -> str:
     width, base = _LEFT + 2 * panel + _GAP + 30, _TOP + _HEIGHT
     right = _LEFT + panel + _GAP
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{base + 90}" '
-        f'viewBox="0 0 {width} {base + 90}" role="img"><title>{escape(title)}</title><style>{_STYLE}</style>'
-        f'<rect class="page" width="{width}" height="{base + 90}" fill="#fbfaf7"/>'
-        f'<text class="title" x="24" y="36">{escape(title)}</text>'
-        f'<text class="small" x="{_LEFT}" y="72">input tokens that were found, %</text>'
-        f'<text class="small" x="{right}" y="72">time to first token, s</text>'
-        f'<path class="axis" d="M{_LEFT} {base}h{panel}M{right} {base}h{panel}" fill="none"/>'
+        svg.label(_LEFT, 72, "input tokens that were found, %"),
+        svg.label(right, 72, "time to first token, s"),
+        f'<path class="axis" d="M{_LEFT} {base}h{panel}M{right} {base}h{panel}" fill="none"/>',
     ]
     found_max = max((figures.hit_rate["all"] for _, figures in points), default=0.0) or 1.0
     wait_max = max((figures.ttft_s.p99 for _, figures in points), default=0.0) or 1.0
@@ -41,11 +32,10 @@ def draw(title: str, points: Sequence[tuple[str, Figures]]) -> str:
         middle = slot * (number + 0.5)
         parts += _hits(_LEFT + middle, base, slot, figures, found_max)
         parts += _waits(right + middle, base, slot, figures, wait_max)
-        for x in (_LEFT + middle, right + middle):
-            parts.append(f'<text class="small" x="{x:.1f}" y="{base + 18}" text-anchor="middle">{escape(label)}</text>')
+        parts += [svg.label(x, base + 18, label, middle=True) for x in (_LEFT + middle, right + middle)]
     tiers = {name: color for name, color in COLORS.items() if any(name in figures.hit_rate for _, figures in points)}
-    parts += [_legend(_LEFT, base + 60, tiers), _legend(right, base + 60, _WAITS), "</svg>\n"]
-    return "".join(parts)
+    parts += [svg.legend(_LEFT, base + 60, tiers, 84), svg.legend(right, base + 60, _WAITS, 84)]
+    return svg.page(width, base + 90, title, title, "".join(parts))
 
 
 def _hits(x: float, base: int, slot: float, figures: Figures, most: float) -> list[str]:
@@ -55,8 +45,8 @@ def _hits(x: float, base: int, slot: float, figures: Figures, most: float) -> li
         height = _HEIGHT * figures.hit_rate.get(name, 0.0) / most
         y -= height
         if height:
-            parts.append(_bar(x - width / 2, y, width, height, color))
-    parts.append(_number(x, y - 6, f"{100 * figures.hit_rate['all']:.1f}"))
+            parts.append(svg.bar(x - width / 2, y, width, height, color))
+    parts.append(svg.label(x, y - 6, f"{100 * figures.hit_rate['all']:.1f}", middle=True))
     return parts
 
 
@@ -67,23 +57,7 @@ def _waits(x: float, base: int, slot: float, figures: Figures, most: float) -> l
         seconds = getattr(figures.ttft_s, name)
         height = _HEIGHT * seconds / most
         middle = x + (index - 1) * (width + 2)
-        parts.append(_bar(middle - width / 2, base - height, width, height, color))
-        parts.append(_number(middle, base - height - 6, f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2f}"))
+        parts.append(svg.bar(middle - width / 2, base - height, width, height, color))
+        text = f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2f}"
+        parts.append(svg.label(middle, base - height - 6, text, middle=True))
     return parts
-
-
-def _bar(x: float, y: float, width: float, height: float, color: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{color}"/>'
-
-
-def _number(x: float, y: float, text: str) -> str:
-    return f'<text class="small" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{text}</text>'
-
-
-def _legend(x: float, y: float, colors: dict[str, str]) -> str:
-    parts = []
-    for index, (name, color) in enumerate(colors.items()):
-        left = x + 84 * index
-        parts.append(_bar(left, y - 10, 12, 12, color))
-        parts.append(f'<text class="small" x="{left + 18:.1f}" y="{y}">{name}</text>')
-    return "".join(parts)
