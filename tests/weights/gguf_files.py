@@ -123,13 +123,14 @@ def write(
     **settings: Any,
 ) -> Path:
     """``model``'s weights in one file, matrices as ``kind`` says (of a tensor's name). ``settings``: of the writer;
-    ``tokens``: more fields; ``more``: tensors; ``without``: others.
+    ``tokens``: more fields, ``None`` for those that are left out; ``more``: tensors; ``without``: others.
     """
     arch = arch_of(model.config)
     own = dict(tokens or {})
     writer = gguf.GGUFWriter(path, own.pop("general.architecture", arch), **settings)
     for key, value in {**fields(model.config, arch), **_activations(model, arch), **own}.items():
-        add(writer, key, value)
+        if value is not None:
+            add(writer, key, value)
     for name, values in [*tensors(model, arch), *more]:
         if name in without:
             continue

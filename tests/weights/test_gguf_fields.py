@@ -13,7 +13,7 @@ from stowage import CheckpointError, UnsupportedModelError
 from stowage.models import loading
 from tests.weights import gguf_files
 from tests.weights.conftest import logits, prompt
-from tests.weights.gguf_models import FAMILIES, made, model_of
+from tests.weights.gguf_models import FAMILIES, VARIANTS, made, model_of
 
 
 def test_linear_scaling_is_read_however_a_file_says_it(tmp_path: Path) -> None:
@@ -131,6 +131,19 @@ YARN = {"rope.scaling.type": "yarn", "rope.scaling.original_context_length": 64}
         ("afmoe", {"attention.sliding_window_pattern": 2}, "sliding_window_pattern = 2"),
         ("minimax_m2", {"expert_gating_func": 1}, "expert_gating_func = 1"),
         ("qwen3_moe", {"expert_used_count": 0}, "how many experts"),
+        ("afmoe", {"rope.freq_base_swa": 500.0}, r"freq_base_swa = 500\.0"),
+        ("llama4", {"rope.freq_base_swa": 500.0}, r"freq_base_swa = 500\.0"),
+        ("cohere2", {"attention.sliding_window": 0}, "sliding_window = 0"),
+        ("gemma3", {"attention.sliding_window": 0}, "sliding_window = 0"),
+        ("afmoe", {"expert_weights_norm": None}, "add up to one"),
+        ("deepseek_v2", {"expert_weights_norm": True}, "add up to one"),
+        ("deepseek_v2", {"expert_gating_func": 4}, "expert_gating_func = 4"),
+        ("lfm2", {"attention.sliding_window": 4}, "sliding_window = 4"),
+        ("glm_moe_dsa", YARN | {"rope.scaling.factor": 4.0}, "in the way 'yarn'"),
+        ("phi3", {"rope.dimension_count": 32}, "dimension_count = 32"),
+        ("phi4_mini", {"rope.scaling.factor": 4.0}, "in the way 'linear' and by a list"),
+        ("minicpm 3 with long rope", YARN | {"rope.scaling.factor": 4.0}, "in the way 'yarn' and by a list"),
+        ("mimo_v2_flash", YARN | {"rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 0.7}, "attn_factor"),
     ],
 )
 def test_what_would_be_computed_otherwise_or_not_at_all_is_refused(
@@ -141,3 +154,76 @@ def test_what_would_be_computed_otherwise_or_not_at_all_is_refused(
     fields = {f"{arch}.{key}": value for key, value in own.items()}
     with pytest.raises((CheckpointError, UnsupportedModelError), match=match):
         loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=fields))
+
+
+def _long(original: int, **more: Any) -> dict[str, Any]:
+    lists = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0]}
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": original,
+        **lists,
+        **more,
+    }
+
+
+PHI = {"sliding_window": None, "max_position_embeddings": 256}
+ALPHA = 1000.0 * 4.0 ** (16 / 14)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "own"),
+    [
+        (
+            "phi4_mini",
+            {**PHI, "original_max_position_embeddings": 32, "rope_parameters": _long(32, partial_rotary_factor=0.5)},
+            {},
+        ),
+        (
+            "phi4_mini",
+            {
+                **PHI,
+                "original_max_position_embeddings": 32,
+                "rope_parameters": _long(32, partial_rotary_factor=0.5, attention_factor=0.7),
+            },
+            {"rope.scaling.attn_factor": 0.7, "rope.scaling.type": "longrope"},
+        ),
+        (
+            "phi4_mini",
+            {
+                **PHI,
+                "original_max_position_embeddings": 32,
+                "rope_parameters": _long(32, partial_rotary_factor=0.5, attention_factor=1.0),
+            },
+            {"rope.scaling.attn_factor": None},
+        ),
+        ("minicpm 3 with long rope", {"rope_parameters": _long(32, factor=1.0)}, {"rope.scaling.attn_factor": None}),
+        (
+            "minicpm 3 with long rope",
+            {"rope_parameters": _long(32, factor=1.0, attention_factor=0.7)},
+            {"rope.scaling.attn_factor": 0.7},
+        ),
+        (
+            "hunyuan_dense",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": ALPHA}},
+            {"rope.freq_base": 1000.0, "rope.scaling.alpha": 4.0},
+        ),
+        ("granite", {"attention_multiplier": 0.25}, {"attention.scale": 0.0}),
+        ("granitemoehybrid", {"position_embedding_type": "rope"}, {"rope.scaling.finetuned": None}),
+        ("cohere", {"logit_scale": 1.0}, {"logit_scale": None}),
+        (
+            "exaone4",
+            {"layer_types": ["full_attention"] * 4, "sliding_window": None, "sliding_window_pattern": None},
+            {"attention.sliding_window": 0},
+        ),
+    ],
+)
+def test_fields_mean_what_they_mean_to_llama_cpp(
+    family: str, config: dict[str, Any], own: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also where they are left out, and where Transformers' config would say something else then."""
+    family, changed = VARIANTS.get(family) or (family, FAMILIES[family])
+    plain = model_of(family, tmp_path / "model", **{**changed, **config})
+    fields = {f"{gguf_files.arch_of(plain.config)}.{key}": value for key, value in own.items()}
+    loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=fields)).model
+    assert torch.allclose(logits(loaded, prompt(100)), logits(plain, prompt(100)), atol=5e-4)

@@ -86,6 +86,8 @@ the same.
 _TEMPERATURE: Final = 0.1
 """Of Mistral Small 4, whose files may not say it."""
 _STANDING: Final = 1e20
+_UNSCALED: Final = ("gemma4", "glm-dsa")
+"""Families of whose rotary embeddings no scaling is read."""
 _ENDS: Final = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <turn|> <|end_of_text|>".split()
 )
@@ -176,6 +178,9 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{file.paths[0]} has no token_embd.weight: it is no whole language model.")
     entries["vocab_size"], entries["hidden_size"] = embedding.shape
+    first = number(file, "rope.scaling.original_context_length")
+    if first and "original_max_position_embeddings" in known:  # else its default would be taken for that of rotations
+        entries["original_max_position_embeddings"] = first
     entries["tie_word_embeddings"] = "output.weight" not in file.tensors
     for name in ("bos", "eos", "padding"):
         value = file.fields.get(f"tokenizer.ggml.{name}_token_id")
@@ -205,10 +210,17 @@ def _rope(
     """Rotary embeddings: ``rope_parameters``, with what ``entries`` says of them taken out of there."""
     theta, partial = entries.pop("rope_theta", 10000.0), entries.pop("partial_rotary_factor", None)
     rope = {"rope_theta": theta, **_scaling(file)}
+    if factors and rope["rope_type"] != "default":
+        raise UnsupportedModelError(
+            f"{file.paths[0]} scales its rotary embeddings in the way {rope['rope_type']!r} and by a list of factors "
+            "too, which is not read from GGUF: give the Hugging Face checkpoint that it was made from."
+        )
     if "rope_factors_short" in factors or "rope_factors_long" in factors:
         rope |= _longrope(file, family, factors)
     if family == "gemma4_text":
         return {"rope_parameters": _proportional(file, theta, factors.get("rope_freqs"))}
+    if family == "hunyuan_v1_dense" and (alpha := file.fields.get(f"{file.architecture}.rope.scaling.alpha", 0.0)) > 0:
+        rope["rope_theta"] = theta * alpha ** (head_size(file) / (head_size(file) - 2))
     if "rope_freqs" in factors:
         rope |= _llama3(file, factors["rope_freqs"], theta, 1.0 if family == "llama4_text" else _LLAMA3_HIGH)
     if (partial is not None and partial != 1) or family in _PARTLY:
@@ -228,8 +240,8 @@ def _longrope(file: GgufFile, family: str, factors: Mapping[str, NDArray[np.floa
     """Of Phi: one list of factors up to the length that it was first trained with, and another beyond. MiniCPM 3 was
     first trained with all of its length.
     """
-    known = "rope.scaling.original_context_length" if family == "phi3" else "context_length"
-    first = number(file, known)
+    context, own = number(file, "context_length"), number(file, "rope.scaling.original_context_length")
+    first = own or (context if family == "minicpm3" else 0)
     if family not in ("minicpm3", "phi3") or len(factors) < 2 or not first:
         raise UnsupportedModelError(
             f"{file.paths[0]} scales its rotary embeddings by two lists of factors (longrope), which is read from GGUF "
@@ -239,7 +251,13 @@ def _longrope(file: GgufFile, family: str, factors: Mapping[str, NDArray[np.floa
         f"{name}_factor": [float(str(one)) for one in factors[f"rope_factors_{name}"]] for name in ("short", "long")
     }
     found = {"rope_type": "longrope", "original_max_position_embeddings": first, **lists}
-    return found | {"factor": 1.0} if family == "minicpm3" else found
+    if family == "minicpm3":
+        found["factor"] = 1.0
+    times = file.fields.get(f"{file.architecture}.rope.scaling.attn_factor", 1.0)
+    longer = context / first if family == "phi3" else 1.0
+    if not math.isclose(times, math.sqrt(1 + math.log(max(longer, 1.0)) / math.log(first)), rel_tol=1e-5):
+        found["attention_factor"] = times  # else as Transformers makes it of lengths, which a file has rounded
+    return found
 
 
 def _proportional(file: GgufFile, theta: float, factors: NDArray[np.float32] | None) -> dict[str, Any]:
@@ -260,10 +278,11 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     }
     factor = said.get("factor", file.fields.get(f"{file.architecture}.rope.scale_linear", 0.0))  # so older files say it
     kind = said.get("type", "linear")
-    if kind == "none" or (kind == "linear" and factor in (0, 1)):
+    by_lists = kind == "longrope" and "rope_factors_long.weight" in file.tensors
+    if kind == "none" or ((kind == "linear" or by_lists) and factor in (0, 1)):
         return {"rope_type": "default"}
     positive = isinstance(factor, int | float) and factor > 0
-    if kind not in ("linear", "yarn") or not positive or file.architecture == "gemma4":
+    if kind not in ("linear", "yarn") or not positive or file.architecture in _UNSCALED:
         raise UnsupportedModelError(
             f"{file.paths[0]} scales its rotary embeddings in the way {str(kind)[:40]!r}, which is not read from GGUF: "
             "give the Hugging Face checkpoint that it was made from."
@@ -275,10 +294,7 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
         found |= {name: said[key] for key, name in names.items() if key in said}
         if (times := said.get("attn_factor", 1.0)) != 1.0:  # of what the factor alone makes of it
             found["attention_factor"] = times * (1 + 0.1 * math.log(max(factor, 1.0)))
-    if (
-        file.architecture in ("deepseek2", "glm-dsa", "mistral4")
-        and (said_twice := said.get("yarn_log_multiplier")) is not None
-    ):
+    if file.architecture in ("deepseek2", "mistral4") and (said_twice := said.get("yarn_log_multiplier")) is not None:
         found |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * said_twice, 4))
     if file.architecture == "mistral3":
         found |= {"mscale": 1.0, "mscale_all_dim": said.get("yarn_log_multiplier", 0.0)}

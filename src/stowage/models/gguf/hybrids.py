@@ -36,7 +36,7 @@ def granite(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Also of MiniCPM, whose files do not say how scores are scaled: as everywhere."""
     if file.architecture == "minicpm" and not {"embedding_multiplier", "residual_multiplier"} <= entries.keys():
         raise sizeless(file, "by how much it scales embeddings and residuals")
-    return {} if "attention_multiplier" in entries else {"attention_multiplier": max(head_size(file), 1) ** -0.5}
+    return {} if entries.get("attention_multiplier") else {"attention_multiplier": max(head_size(file), 1) ** -0.5}
 
 
 def granite_moe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _mamba(file: GgufFile, states: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _rotates(file: GgufFile) -> bool:
-    return file.fields.get(f"{file.architecture}.rope.scaling.finetuned") is True
+    return file.fields.get(f"{file.architecture}.rope.scaling.finetuned", True) is True
 
 
 def _has(file: GgufFile, last: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from stowage.errors import UnsupportedModelError
 from stowage.models.gguf.fields import layers_of, number, sizeless
 from stowage.models.gguf.mixtures import SIGMOID, routed, sigmoid_routed
 from stowage.weights.gguf import GgufFile
@@ -58,6 +59,11 @@ def deepseek(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deepseek_v2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    if file.fields.get("deepseek2.expert_weights_norm") is True:
+        raise UnsupportedModelError(
+            f"{file.paths[0]} makes the weights of experts that are chosen by softmax add up to one, which is not "
+            "computed from GGUF of deepseek2. Give the Hugging Face checkpoint that it was made from."
+        )
     found = deepseek(file, entries)
     grouped = {**entries, **found}["n_group"] > 1
     return {**found, "topk_method": "group_limited_greedy" if grouped else "greedy"}

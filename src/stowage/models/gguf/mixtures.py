@@ -51,9 +51,11 @@ def sigmoid_routed(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]
     return routed(file, entries)
 
 
-def refuse_other_sums(file: GgufFile) -> None:
-    """Of families that always make the weights of chosen experts add up to one. Raises UnsupportedModelError."""
-    if file.fields.get(f"{file.architecture}.expert_weights_norm") is False:
+def refuse_other_sums(file: GgufFile, *, said: bool = False) -> None:
+    """Of families that always make the weights of chosen experts add up to one. ``said``: only those files mean it that
+    say it. Raises UnsupportedModelError.
+    """
+    if file.fields.get(f"{file.architecture}.expert_weights_norm", not said) is False:
         raise UnsupportedModelError(
             f"{file.paths[0]} does not make the weights of chosen experts add up to one, which is not read from GGUF "
             f"of {file.architecture}. Give the Hugging Face checkpoint that it was made from."
@@ -62,7 +64,7 @@ def refuse_other_sums(file: GgufFile) -> None:
 
 def afmoe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Embeddings are always scaled."""
-    refuse_other_sums(file)
+    refuse_other_sums(file, said=True)
     sigmoid_routed(file, entries)
     return {"mup_enabled": True, "global_attn_every_n_layers": 4}
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from stowage.errors import UnsupportedModelError
-from stowage.models.gguf.fields import number
+from stowage.models.gguf.fields import head_size, number
 from stowage.models.gguf.mixtures import SIGMOID
 from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile
@@ -44,6 +44,10 @@ _READ_BY_SOME: Final = {
 }
 _SCALED_BY_PLACE: Final = ("ministral3", "mistral4")
 """Types of models whose queries are scaled by where they stand."""
+_WINDOWLESS: Final = ("lfm2", "lfm2moe")
+"""Families that may have a window, of which Transformers' models have none."""
+_ONE_BASE: Final = ("afmoe", "llama4")
+"""Families of which only layers with a window are rotated, by the one base that their config has."""
 _BY_SOFTMAX: Final = (0, 1, 3)
 _BY_SIGMOID: Final = (
     *("afmoe", "bailingmoe2", "deepseek2", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "kimi-linear"),
@@ -72,21 +76,27 @@ def refuse_other_arithmetic(file: GgufFile, family: str, known: Collection[str])
     times = file.fields.get(f"{file.architecture}.rope.scaling.attn_factor")
     if times not in (None, 1.0) and not _reads_times(file):
         raise _unread(file, "rope.scaling.attn_factor", times)
+    base, local = (file.fields.get(f"{file.architecture}.rope.freq_base{end}") for end in ("", "_swa"))
+    if local not in (None, base) and file.architecture in _ONE_BASE:
+        raise _unread(file, "rope.freq_base_swa", local)
+    if (window := number(file, "attention.sliding_window")) and file.architecture in _WINDOWLESS:
+        raise _unread(file, "attention.sliding_window", window)
     scored = file.fields.get(f"{file.architecture}.expert_gating_func", 0)
     if file.architecture in _NEVER_BY_SOFTMAX:
         read = scored in (0, SIGMOID)
     else:
-        read = scored in _BY_SOFTMAX or file.architecture in _BY_SIGMOID
+        read = scored in _BY_SOFTMAX or (scored == SIGMOID and file.architecture in _BY_SIGMOID)
     if not read:
         raise _unread(file, "expert_gating_func", scored)
 
 
 def _reads_times(file: GgufFile) -> bool:
     """Whether a factor of rotated queries and keys is read: with two lists of factors it follows from lengths, and YaRN
-    has it where it is not said in the way of DeepSeek too.
+    has it where it is not said in the way of DeepSeek too. With two kinds of rotation it is that of both.
     """
     scaling = f"{file.architecture}.rope.scaling"
     by_yarn = file.fields.get(f"{scaling}.type") == "yarn" and f"{scaling}.yarn_log_multiplier" not in file.fields
+    by_yarn = by_yarn and file.architecture not in ("gemma3", "gemma3n", "mimo2")
     return by_yarn or "rope_factors_long.weight" in file.tensors
 
 
@@ -99,7 +109,7 @@ def refuse_other_rotation(file: GgufFile, model: Any) -> None:
         return
     for key in ("rope.dimension_count", "rope.dimension_count_swa"):
         rotated = number(file, key)
-        if rotated and rotated not in found:
+        if rotated and (rotated not in found or rotated > head_size(file)):
             raise _unread(file, key, rotated)
 
 
@@ -108,6 +118,8 @@ def refuse_other_windows(file: GgufFile, config: Any) -> None:
     have windows. Raises UnsupportedModelError.
     """
     kinds, ours = kinds_of(file), list(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in ours and not getattr(config, "sliding_window", None):
+        raise _unread(file, "attention.sliding_window", 0)
     if kinds is None or kinds == ours or (not ours and "sliding_attention" not in kinds):
         return
     said = file.fields[f"{file.architecture}.attention.sliding_window_pattern"]

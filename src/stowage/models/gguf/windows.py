@@ -40,10 +40,11 @@ def mistral(_: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def exaone4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
-    if entries.get("sliding_window") is not None:
+    if entries.get("sliding_window"):
         return every_layer(file, entries)
     return {"sliding_window": None, "layer_types": ["full_attention"] * layers_of(file)}
 
 
-def cohere(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
-    return {"use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
+def cohere(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    scale = entries.get("logit_scale", 1.0)
+    return {"logit_scale": scale, "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
