@@ -43,6 +43,8 @@ class Background:
         self.turn = threading.RLock()
         self.store = store
         self.closed = False
+        self._ending = threading.RLock()
+        self._ended = False
         self._process = os.getpid()
         self._reader = reader
         self._after_poll = after_poll
@@ -86,21 +88,23 @@ class Background:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Let writes finish within ``timeout_s``, give all memory back. Closing again does nothing, nor does it in a
-        forked child.
+        """Let writes finish within ``timeout_s``, give all memory back. Again: what an interrupt left undone. Does
+        nothing in a forked child.
         """
         if self.forked:
             return
         if threading.current_thread() is self._thread:  # garbage was collected in the middle of a poll
             threading.Thread(target=self.close, args=(timeout_s,), name=f"{self._name}-end").start()
             return
-        with self.turn:
-            if self.closed:
+        with self._ending:
+            if self._ended:
                 return
-            self.closed = True
-        until_s = time.monotonic() + timeout_s
-        self._work.put(None)
-        self._thread.join(timeout_s)
-        if self._reader is not None:
-            self._reader.close()
-        self.store.close(max(0.0, until_s - time.monotonic()))
+            with self.turn:
+                self.closed = True
+            until_s = time.monotonic() + timeout_s
+            self._work.put(None)
+            self._thread.join(timeout_s)
+            if self._reader is not None:
+                self._reader.close()
+            self.store.close(max(0.0, until_s - time.monotonic()))
+            self._ended = True

@@ -348,13 +348,13 @@ class TieredStore:
             assert before.end_bytes <= after.offset_bytes, "slab classes overlap"
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Finish the spills, close the tiers, unmap the arena, within `timeout_s`. Idempotent.
+        """Finish the spills, close the tiers, unmap the arena, within `timeout_s`. Idempotent, also where it was
+        interrupted.
 
         If a transfer is still unreported, its tier may touch the buffers later: the arena then stays mapped.
         """
         if self._closed:
             return
-        self._closed = True
         if self.table is not None:
             self.table.close()
         end_s = self._clock() + timeout_s
@@ -362,6 +362,7 @@ class TieredStore:
         for tier in self._guarded:
             tier.close(end_s)
         self.poll()
+        self._closed = True
         if not self._flow.flights():
             self.arena.close()
             return

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import queue
 import sys
 import threading
@@ -52,7 +51,6 @@ from stowage.storage.protocol import Tier
 __all__ = ["Completion", "Delta", "Engine", "Progress", "Prompt", "Request"]
 
 Prompt = str | list[int] | list[dict[str, str]]
-logger = logging.getLogger("stowage.engine")
 _FLUSH_TURN_S, _FLUSH_PAUSE_S = 0.005, 0.0005
 
 
@@ -365,16 +363,15 @@ class Engine:
             self.parts.runner.check()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Cancel what runs, let spills finish within ``timeout_s``, give all memory back. Again: nothing."""
-        if not self._loop.end():
-            return
+        """Cancel what runs, let spills finish within ``timeout_s``, give all memory back. Again: what an interrupt or a
+        long step left undone.
+        """
         until_s = self._clock() + timeout_s
-        self._loop.thread.join(timeout_s)
-        if self._loop.thread.is_alive():
-            logger.warning(
-                "a step outlasted the %.0f s given to close; its memory is given back when the process ends", timeout_s
-            )
-            return
+        with self._loop.ended(timeout_s) as has_ended:
+            if has_ended:
+                self._give_back(until_s)
+
+    def _give_back(self, until_s: float) -> None:
         self.parts.runner.close()
         if self._adapters is not None:
             self._adapters.remove()

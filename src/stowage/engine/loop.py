@@ -75,6 +75,8 @@ class Loop:
         self.lock = threads.RLock()
         self.open: dict[int, tuple[Request, Sequence]] = {}
         self.closing = False
+        self._end_lock = threads.RLock()
+        self._is_taken_apart = False
         self._inbox: list[tuple[Request, Sequence]] = []
         self._wakeup = threads.Condition()
         self._checked_s = clock()
@@ -123,23 +125,33 @@ class Loop:
             request.cancelled = True
             self._wake()
 
-    def end(self) -> bool:
-        """Refuse new requests and cancel running ones; False when it was called before, or in a forked child."""
+    @contextmanager
+    def ended(self, timeout_s: float) -> Iterator[bool]:
+        """Refuse new requests, cancel running ones, wait for the thread. True: the body gives back what that used, and
+        does so again where it was interrupted. False: it has, or a step goes on, or this is a forked child.
+        """
         if os.getpid() != self._process:
-            return False
+            yield False
+            return
+        with self._end_lock:
+            self._refuse()
+            self.thread.join(timeout_s)
+            alive = self.thread.is_alive()
+            if alive:
+                logger.warning("a step outlasts the %.0f s given to close; close again for its memory", timeout_s)
+            yield not (alive or self._is_taken_apart)
+            self._is_taken_apart = not alive
+
+    def _refuse(self) -> None:
         with self._wakeup:
-            if self.closing:
-                return False
             self.closing = True
             self._wake()
-            return True
 
     def _at_exit(self) -> None:
-        """Stop the thread before Python does: killed inside a library's code, it may abort the process. Not in a forked
-        child: it has no such thread, and may have inherited a held lock.
-        """
+        """Stop the thread before Python does: killed inside a library's code, it may abort the process. A forked child
+        has no such thread, and may have inherited a held lock."""
         if os.getpid() == self._process:
-            self.end()
+            self._refuse()
             self.thread.join(_EXIT_S)
 
     def check(self) -> None:

@@ -99,6 +99,7 @@ class Runner:
         stays = is_known(model) and (weights is None or not weights.moving)
         self.prompts = recorded_prompts(self.steps) if self.steps is not None and own_bits and stays else None
         self.graphs: Graphs | None = None
+        self._closed = False
         self.adapters: Adapters | None = None
         """Sequences with the same adapter are computed together, by the model's own code."""
         kernel = paged_trial.trusted(paged_kernel(model.device, model.dtype), model, pools)
@@ -148,7 +149,10 @@ class Runner:
                 assert not bool(pool.storage[PADDING_BLOCK].any()), "the padding block is not zero"
 
     def close(self) -> None:
-        """Restore the model's own modules and attention, and free the recordings."""
+        """Restore the model's own modules and attention, and free the recordings. Again: nothing."""
+        if self._closed:
+            return
+        self._closed = True
         for cache in (self.steps, self.prompts, self.graphs):
             if cache is not None:
                 cache.close()

@@ -201,18 +201,19 @@ class DiskTier:
                 assert used <= self._limit_bytes, f"{used} bytes in a directory of {self._limit_bytes}"
 
     def close(self, deadline_s: float) -> None:
-        """Finishes what was begun until `deadline_s` (of the clock), gives up the rest, seals the segment. Idempotent.
+        """Finishes what was begun until `deadline_s` (of the clock), gives up the rest, seals the segment. Idempotent,
+        also where it was interrupted.
 
         Outcomes stay to be polled. A worker that hangs in the kernel is left behind, with its transfer unreported.
         """
         if self._closed:
             return
-        self._closed = True
         seconds = self._countdown(deadline_s)
         loads_ended = self._loader.close(seconds)
         stores_ended = self._storer.close(seconds)
         if loads_ended and stores_ended:
             self._directory.close()
+        self._closed = True
 
     def _countdown(self, deadline_s: float) -> Callable[[], float]:
         """Seconds of real time left; the injected clock is asked once, it may stand still."""

@@ -76,7 +76,7 @@ class RemoteTier:
         self._outcomes: deque[Outcome] = deque()
         self._change = threading.Condition()
         self._loads = self._stores = self._probes = 0
-        self._closed = False
+        self._closed = self._is_stopped = False
         self._probe_s = 0.0
         self._worker = Worker(f"stowage-{name}")
         self._worker.run(self._transfers.greet(), lambda: None)
@@ -214,10 +214,11 @@ class RemoteTier:
         """Finishes what was begun until `deadline_s` (of the clock), gives up the rest. Idempotent. Outcomes stay to be
         polled."""
         with self._change:
-            if self._closed:
+            if self._is_stopped:
                 return
             self._closed = True
             left_s = min(max(0.0, deadline_s - self._clock()), TRANSFER_S_MAX)
             self._change.wait_for(lambda: not self._loads and not self._stores, left_s)
         with contextlib.suppress(RuntimeError):
             self._worker.stop(self._backend.close, STOP_S)
+        self._is_stopped = True
