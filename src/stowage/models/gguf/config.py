@@ -264,6 +264,9 @@ def _proportional(file: GgufFile, theta: float, factors: NDArray[np.float32] | N
     """Of Gemma 4: in layers without a window the first frequencies are rotated, and the others divided by so much that
     they stand still.
     """
+    rotated, size = number(file, "rope.dimension_count"), number(file, "attention.key_length")
+    if rotated not in (0, size):
+        raise sizeless(file, "that its heads are rotated as a whole")
     partial = 1.0 if factors is None else float((factors < _STANDING).mean())
     full = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": partial}
     local = file.fields.get("gemma4.rope.freq_base_swa", _LOCAL_THETA)
@@ -281,7 +284,7 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     by_lists = kind == "longrope" and "rope_factors_long.weight" in file.tensors
     if kind == "none" or ((kind == "linear" or by_lists) and factor in (0, 1)):
         return {"rope_type": "default"}
-    positive = isinstance(factor, int | float) and factor > 0
+    positive = isinstance(factor, int | float) and factor > 0 and (kind != "yarn" or factor >= 1)
     if kind not in ("linear", "yarn") or not positive or file.architecture in _UNSCALED:
         raise UnsupportedModelError(
             f"{file.paths[0]} scales its rotary embeddings in the way {str(kind)[:40]!r}, which is not read from GGUF: "

@@ -34,8 +34,9 @@ HYBRIDS: Final = ("falcon-h1", "granitehybrid", "jamba", "mamba", "mamba2", "nem
 
 def granite(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Also of MiniCPM, whose files do not say how scores are scaled: as everywhere."""
-    if file.architecture == "minicpm" and not {"embedding_multiplier", "residual_multiplier"} <= entries.keys():
-        raise sizeless(file, "by how much it scales embeddings and residuals")
+    scales = {"embedding_multiplier", "logits_scaling", "residual_multiplier"}
+    if file.architecture == "minicpm" and not scales <= entries.keys():
+        raise sizeless(file, "by how much it scales embeddings, residuals and logits")
     return {} if entries.get("attention_multiplier") else {"attention_multiplier": max(head_size(file), 1) ** -0.5}
 
 

@@ -46,6 +46,8 @@ _SCALED_BY_PLACE: Final = ("ministral3", "mistral4")
 """Types of models whose queries are scaled by where they stand."""
 _WINDOWLESS: Final = ("lfm2", "lfm2moe")
 """Families that may have a window, of which Transformers' models have none."""
+_OWN_WINDOW: Final = ("gemma2",)
+"""Families that have a window of one size where a file does not say it."""
 _ONE_BASE: Final = ("afmoe", "llama4")
 """Families of which only layers with a window are rotated, by the one base that their config has."""
 _BY_SOFTMAX: Final = (0, 1, 3)
@@ -81,6 +83,10 @@ def refuse_other_arithmetic(file: GgufFile, family: str, known: Collection[str])
         raise _unread(file, "rope.freq_base_swa", local)
     if (window := number(file, "attention.sliding_window")) and file.architecture in _WINDOWLESS:
         raise _unread(file, "attention.sliding_window", window)
+    if any(file.fields.get("glm4.rope.dimension_sections") or ()):  # the rows of its heads lie in another order
+        raise _unread(file, "rope.dimension_sections", "a list")
+    if file.fields.get("granite.rope.scaling.finetuned") is False:  # so it says that nothing is rotated
+        raise _unread(file, "rope.scaling.finetuned", False)
     scored = file.fields.get(f"{file.architecture}.expert_gating_func", 0)
     if file.architecture in _NEVER_BY_SOFTMAX:
         read = scored in (0, SIGMOID)
@@ -118,7 +124,8 @@ def refuse_other_windows(file: GgufFile, config: Any) -> None:
     have windows. Raises UnsupportedModelError.
     """
     kinds, ours = kinds_of(file), list(getattr(config, "layer_types", None) or ())
-    if "sliding_attention" in ours and not getattr(config, "sliding_window", None):
+    unsaid = not number(file, "attention.sliding_window") and file.architecture not in _OWN_WINDOW
+    if "sliding_attention" in ours and (unsaid or not config.sliding_window):
         raise _unread(file, "attention.sliding_window", 0)
     if kinds is None or kinds == ours or (not ours and "sliding_attention" not in kinds):
         return
