@@ -156,7 +156,7 @@ PLANTS = [
     Planted(swapped_chunk_that_is_not_pinned, 1, "wrong bytes of token"),
     Planted(everybody_pays_for_one, 19, "failed: StowageError"),
     pytest.param(Planted(blocks_that_are_not_computed_again, 19, "is not told"), marks=pytest.mark.rare),
-    Planted(tier_whose_errors_get_through, 23, "the engine stopped: KeyError"),
+    Planted(tier_whose_errors_get_through, 42, "the engine stopped: OSError"),
     Planted(block_that_is_named_for_another, 0, "wrong bytes of token"),
     Planted(stuck_too_soon, 30, "failed: TransferError"),
     pytest.param(Planted(requests_left_behind, 3, "requests do not end"), marks=pytest.mark.rare),
