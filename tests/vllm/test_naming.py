@@ -52,6 +52,15 @@ def test_an_adapter_without_files_is_nobody_elses(tmp_path: Path) -> None:
     assert one.of(request(lora_request=lora)) != other.of(request(lora_request=lora))
 
 
+def test_an_adapter_whose_tensors_are_elsewhere_is_nobody_elses(tmp_path: Path) -> None:
+    """Its directory says how it was trained, and not what came of it."""
+    lora = adapter(tmp_path / "one", b"")
+    (tmp_path / "one" / "adapter_model.safetensors").unlink()
+    one, other = Namespaces(ENGINE), Namespaces(ENGINE)
+    assert one.of(request(lora_request=lora)) == one.of(request(lora_request=lora))
+    assert one.of(request(lora_request=lora)) != other.of(request(lora_request=lora))
+
+
 def test_salts_and_adapters_are_both_in_the_name(tmp_path: Path) -> None:
     names, lora = Namespaces(ENGINE), adapter(tmp_path / "one", b"1" * 100)
     asked = [

@@ -89,6 +89,31 @@ def test_an_engine_that_was_told_nothing_has_the_name_that_it_had() -> None:
     assert _option_fields(config()) == {} == _option_fields(config(max_model_len=65536))
 
 
+@pytest.mark.parametrize(
+    ("load_format", "elsewhere", "files", "shared"),
+    [
+        ("auto", "", ["config.json", "model.safetensors"], True),
+        ("runai_streamer", "", ["config.json", "model.safetensors"], True),
+        ("auto", "", ["config.json", "modeling.py"], False),
+        ("runai_streamer", "s3://bucket/model", ["config.json"], False),
+        ("tensorizer", "", ["config.json", "model.safetensors"], False),
+    ],
+)
+def test_weights_that_nobody_has_seen_are_one_processes_own(
+    load_format: str, elsewhere: str, files: list[str], shared: bool, tmp_path: Path
+) -> None:
+    """vLLM fetches only texts of a model that it streams from an object store: another's may be the same."""
+    pytest.importorskip("vllm")
+    from stowage.plugins.vllm.namespace import _weights
+
+    for name in files:
+        (tmp_path / name).write_bytes(b"the same")
+    plain = SimpleNamespace(_commit_hash=None)
+    model = SimpleNamespace(model=str(tmp_path), model_weights=elsewhere, hf_config=plain, revision=None)
+    loading = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
+    assert (_weights(model, loading) == _weights(model, loading)) is shared
+
+
 @pytest.mark.parametrize("pooling", ["MEAN", "CLS"])
 def test_pooling_of_all_hidden_states_is_refused(pooling: str, start: Start) -> None:
     """vLLM ends the engine where a part of such a prompt is not computed."""

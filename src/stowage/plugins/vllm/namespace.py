@@ -30,8 +30,14 @@ __all__ = ["FORMAT", "Namespaces", "engine_namespace"]
 FORMAT = 2
 """How chunks are laid out; raised whenever the same tokens come to other bytes."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json", "*.py")
+_NO_TENSORS = (".json", ".py")
 _NOT_WEIGHTS = ("tokenizer*.json", "generation_config.json", "special_tokens_map.json", "*.index.json")
 
+_FROM_FILES = frozenset(
+    "auto bitsandbytes fastsafetensors gguf hf instanttensor mistral npcache pt runai_streamer runai_streamer_sharded "
+    "safetensors sharded_state".split()
+)
+"""Formats of ``--load-format`` that read the files of the model. The others fetch weights from somewhere."""
 _LLAMA4_TUNED_FROM = 32768
 
 _DIGEST: Final = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
@@ -156,21 +162,28 @@ def _weights(model: Any, config: Any) -> str:
     load_format = str(config.load_config.load_format)
     if "dummy" in load_format:
         return _private(f"the weights are random (load_format={load_format})")
+    elsewhere = getattr(model, "model_weights", "") or (load_format if load_format not in _FROM_FILES else "")
+    if elsewhere:
+        return _private(f"the weights come from {elsewhere} and not from files in a directory")
     directory = _directory(model)
     if directory is not None:
         files = weight_files(directory)
-        if files:
+        if _have_tensors(files):
             return identity.of_checkpoint(directory, files)
     commit = getattr(model.hf_config, "_commit_hash", None)
     if commit:
         return f"hub:{model.model}@{commit}"
-    return _private(f"{model.model} is no directory and its revision is not known")
+    return _private(f"no files with weights were found of {model.model}, and its revision is not known")
 
 
 def weight_files(directory: Path) -> list[Path]:
     """What the answers of a model in ``directory`` depend on, and what it is called does not."""
     skipped = {path for pattern in _NOT_WEIGHTS for path in directory.glob(pattern)}
     return sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern) if path.is_file()} - skipped)
+
+
+def _have_tensors(files: Iterable[Path]) -> bool:
+    return any(path.suffix not in _NO_TENSORS for path in files)
 
 
 def _directory(model: Any) -> Path | None:
@@ -230,7 +243,8 @@ class Namespaces:
         marks = {path: identity.mark_of(path.stat()) for path in files}
         if known is not None and known.marks == marks:
             return known.digest
-        digest = identity.of_checkpoint(lora.directory, files) if files else f"private:{os.urandom(16).hex()}"
+        whole = _have_tensors(files)
+        digest = identity.of_checkpoint(lora.directory, files) if whole else f"private:{os.urandom(16).hex()}"
         if known is not None and known.digest != digest and not lora.again:
             raise ValueError(
                 f"the files in {lora.directory} have changed since the adapter was loaded from there. Load what has "
