@@ -155,19 +155,24 @@ def test_a_disk_that_fills_leaves_the_checkpoint_as_it_was(
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
     model = stowage.offload(directory, weights="*=stream")
     written = 0
+    pwrite = os.pwrite
 
-    def fills(fd: int, content: Any, offset: int) -> None:
+    def fills(fd: int, content: Any, offset: int) -> int:
         nonlocal written
         written += len(content)
         if written > 300_000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.pwrite(fd, content, offset)
+        return pwrite(fd, content, offset)
+
+    def interrupted(*_: Any) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        return 0
 
     with monkeypatch.context() as patched:
-        patched.setattr(saving, "write_all", fills)
+        patched.setattr(os, "pwrite", fills)
         with pytest.raises(stowage.StorageError, match="No space left"):
             model.save_pretrained(directory)
-        patched.setattr(saving, "write_all", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patched.setattr(os, "pwrite", interrupted)
         before_signal = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
         try:
             with pytest.raises(KeyboardInterrupt):

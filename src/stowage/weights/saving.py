@@ -21,9 +21,8 @@ from torch import Tensor
 
 from stowage.config.memory import parse_size
 from stowage.errors import ConfigError, StorageError, UnsupportedModelError
-from stowage.weights.parameter_location import memory_of
 from stowage.weights.quantized.modules import is_packed
-from stowage.weights.quantized.writer import DTYPES, write_all
+from stowage.weights.safetensors_file import SafetensorsFile
 
 __all__ = ["Read", "save"]
 
@@ -146,42 +145,22 @@ def names(model: Any) -> dict[str, Tensor]:
     return kept
 
 
-class _Shard:
-    """A safetensors file that is written front to back; its header, of a fixed size, comes last."""
+class _Shard(SafetensorsFile):
+    """A file of a checkpoint, which takes tensors up to a size."""
 
     def __init__(self, path: Path, header_bytes: int) -> None:
-        self.nbytes, self._used_bytes, self._header_bytes = 0, 128, header_bytes
-        self.entries: dict[str, dict[str, Any]] = {}
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        super().__init__(path, header_bytes)
+        self._used_bytes = 128
 
     def takes(self, name: str, values: Tensor, most_bytes: int) -> bool:
         """Whether the tensor fits, and its offset is a multiple of its element size."""
         full = self.entries and self.nbytes + values.nbytes > most_bytes
-        wide = self._used_bytes + _ENTRY_BYTES + 6 * len(name) > self._header_bytes
+        wide = self._used_bytes + _ENTRY_BYTES + 6 * len(name) > self.data_at
         return not full and not wide and self.nbytes % values.dtype.itemsize == 0
 
     def append(self, name: str, values: Tensor) -> None:
-        if values.dtype not in DTYPES:
-            raise UnsupportedModelError(f"{name} has the type {values.dtype}, which is not written.")
-        if values.nbytes:
-            write_all(self._fd, memory_of(values.contiguous()), self._header_bytes + self.nbytes)
-        offsets = [self.nbytes, self.nbytes + values.nbytes]
-        self.entries[name] = {"dtype": DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": offsets}
-        self.nbytes += values.nbytes
+        super().append(name, values)
         self._used_bytes += _ENTRY_BYTES + 6 * len(name)
-
-    def finish(self) -> None:
-        header = json.dumps({"__metadata__": {"format": "pt"}, **self.entries}, separators=(",", ":")).encode()
-        room = self._header_bytes - 8
-        assert len(header) <= room
-        write_all(self._fd, room.to_bytes(8, "little") + header.ljust(room), 0)
-        os.fsync(self._fd)
-
-    def close(self) -> None:
-        """May be called twice."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 class _Writer:
@@ -218,7 +197,7 @@ class _Writer:
 
     def _finish(self, shard: _Shard | None) -> None:
         if shard is not None:
-            shard.finish()
+            shard.finish({"format": "pt"})
             self._done.append(shard.entries)
             shard.close()
 

@@ -19,6 +19,7 @@ from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError, StorageError, UnsupportedModelError
 from stowage.weights.file import File
 from stowage.weights.lossless.packed_tensor import ALIGNED_BYTES, FRAME_BYTES, ITEM_BYTES, METADATA
+from stowage.weights.safetensors_file import SafetensorsFile
 
 __all__ = ["Written", "write"]
 
@@ -77,79 +78,66 @@ class _Shard:
         self._metadata = dict(header.get("__metadata__") or {})
         self._tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         self._pool, self._written = pool, written
-        self._entries: dict[str, dict[str, Any]] = {}
         self._packed: dict[str, dict[str, Any]] = {}
-        self._end = 0
         frames = sum(-(-_length(entry) // FRAME_BYTES) for entry in self._tensors.values())
         room = len(json.dumps(header)) * 4 + 512 + frames * 12
         self._data_at = -(-(8 + room) // PAGE_BYTES) * PAGE_BYTES
 
     def write(self, done: Callable[[], None]) -> None:
         file = File.open(self._source)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        into = SafetensorsFile(self._path, self._data_at)
         try:
             kept = []
             for name, entry in sorted(self._tensors.items(), key=lambda each: each[1]["data_offsets"]):
                 large = entry["dtype"] in ITEM_BYTES and _length(entry) >= _LEAST_BYTES
-                if large and self._pack(file, fd, name, entry):
+                if large and self._pack(file, into, name, entry):
                     self._written.packed += 1
                     done()
                 else:
                     kept.append((name, entry))
             for name, entry in sorted(kept, key=lambda each: _length(each[1]) % ALIGNED_BYTES > 0):
-                self._keep(file, fd, name, entry)
+                self._keep(file, into, name, entry)
                 self._written.kept += 1
                 done()
-            self._finish(fd)
+            into.finish({**self._metadata, METADATA: json.dumps(self._packed, separators=(",", ":"))})
             self._written.bytes_before += file.length
-            self._written.bytes_after += self._data_at + self._end
+            self._written.bytes_after += into.data_at + into.nbytes
         finally:
-            os.close(fd)
+            into.close()
             file.close()
 
-    def _pack(self, file: File, fd: int, name: str, entry: dict[str, Any]) -> bool:
+    def _pack(self, file: File, into: SafetensorsFile, name: str, entry: dict[str, Any]) -> bool:
         """Whether that paid."""
         length, begin = _length(entry), self._source_at + entry["data_offsets"][0]
         lengths: list[int] = []
-        end = self._end
+        end = into.nbytes
         step = _FRAMES_AT_ONCE * FRAME_BYTES
         for at in range(0, length, step):
             raw = memoryview(_read(file, begin + at, min(step, length - at)))
             frames = [raw[part : part + FRAME_BYTES] for part in range(0, len(raw), FRAME_BYTES)]
             for packed in self._pool.map(_packed, frames):
-                _write_all(fd, packed, self._data_at + end)
+                into.write(packed, end)
                 lengths.append(len(packed))
                 end += len(packed)
-        padded = self._end + -(-(end - self._end) // ALIGNED_BYTES) * ALIGNED_BYTES
-        if padded - self._end > lossless.worth_bytes(length):
-            return False  # written over by what comes next
-        _write_all(fd, memoryview(bytes(padded - end)), self._data_at + end)
-        self._entries[name] = {"dtype": "U8", "shape": [padded - self._end], "data_offsets": [self._end, padded]}
+        padded_bytes = -(-(end - into.nbytes) // ALIGNED_BYTES) * ALIGNED_BYTES
+        if padded_bytes > lossless.worth_bytes(length):
+            return False  # the next tensor overwrites it
+        into.write(bytes(into.nbytes + padded_bytes - end), end)
+        into.add(name, "U8", [padded_bytes], padded_bytes)
         self._packed[name] = {
             "dtype": entry["dtype"],
             "shape": entry["shape"],
             "phase": begin % ALIGNED_BYTES,
             "frames": lengths,
         }
-        self._end = padded
         return True
 
-    def _keep(self, file: File, fd: int, name: str, entry: dict[str, Any]) -> None:
+    def _keep(self, file: File, into: SafetensorsFile, name: str, entry: dict[str, Any]) -> None:
         length, begin = _length(entry), self._source_at + entry["data_offsets"][0]
         for at in range(0, length, FRAME_BYTES * _FRAMES_AT_ONCE):
             raw = _read(file, begin + at, min(FRAME_BYTES * _FRAMES_AT_ONCE, length - at))
-            _write_all(fd, memoryview(raw), self._data_at + self._end + at)
-        self._entries[name] = {**entry, "data_offsets": [self._end, self._end + length]}
-        self._end += length
-
-    def _finish(self, fd: int) -> None:
-        metadata = {**self._metadata, METADATA: json.dumps(self._packed, separators=(",", ":"))}
-        header = json.dumps({"__metadata__": metadata, **self._entries}, separators=(",", ":")).encode()
-        room = self._data_at - 8
-        assert len(header) <= room
-        _write_all(fd, memoryview(room.to_bytes(8, "little") + header.ljust(room)), 0)
-        os.ftruncate(fd, self._data_at + self._end)
-        os.fsync(fd)
+            into.write(raw, into.nbytes + at)
+        into.add(name, entry["dtype"], entry["shape"], length)
 
 
 def _length(entry: dict[str, Any]) -> int:
@@ -172,9 +160,3 @@ def _read(file: File, offset: int, length: int) -> bytes:
             raise CheckpointError(f"{file.path} ends too early; download the checkpoint again.")
         raw += part
     return bytes(raw)
-
-
-def _write_all(fd: int, content: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(fd, content[done:], offset + done)

@@ -1,14 +1,13 @@
 """Writes a model's weights with its large matrices packed, one parameter at a time, as Transformers' loading leaves
 them: renamed, stacked and fused, so that nothing is left to convert when they are loaded.
 
-Owns the file, a safetensors file with room for its header in front. What is large is written as it comes, in whole
-pages most often; what is small or odd waits, and comes last: so every packed matrix begins at a multiple of 64 bytes.
+Large tensors are written as they come, in whole pages most often; small ones, and those of odd sizes, come last. So
+every packed matrix begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,30 +19,16 @@ from torch import Tensor, nn
 from stowage.errors import CheckpointError, StorageError, UnsupportedModelError
 from stowage.weights.building import Building
 from stowage.weights.checkpoint import PAGE_BYTES, Checkpoint
-from stowage.weights.parameter_location import memory_of
 from stowage.weights.quantized.codes import Form
 from stowage.weights.quantized.modules import METHOD, Target, targets
+from stowage.weights.safetensors_file import SafetensorsFile
 
-__all__ = ["DTYPES", "Written", "write", "write_all"]
+__all__ = ["Written", "write"]
 
 _ALIGNED_BYTES: Final = 64
 _WAITS_BELOW_BYTES: Final = 64 << 10
 _ENTRY_BYTES: Final = 200
 """Of a tensor in the header besides its name (twice), at most: type, dimensions, offsets, its number of weights."""
-DTYPES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(slots=True)
@@ -79,7 +64,7 @@ def write(
         try:
             writing.finish(writing.build(build))
         finally:
-            os.close(writing.fd)
+            writing.file.close()
         return writing.written
     except OSError as error:
         raise StorageError(_full(path, error)) from error
@@ -101,11 +86,9 @@ class _Writing(Building):
         self._targets: dict[str, Target] = {}
         self._wanted: set[str] = set()
         self._all = 0
-        self._entries: dict[str, dict[str, Any]] = {}
         self._packed: dict[str, int] = {}
         self._waiting: list[tuple[str, Tensor]] = []
-        self._data_at = self._end = 0
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self.file = SafetensorsFile(path)
 
     def begin(self, root: nn.Module) -> None:
         self._targets = {target.path: target for target in targets(root)}
@@ -118,7 +101,7 @@ class _Writing(Building):
         self._wanted = {name for name in root.state_dict() if tied.get(name, name) == name}
         self._all = len(self._wanted)
         names_bytes = sum(_ENTRY_BYTES + 2 * len(json.dumps(name)) for name in self._wanted)
-        self._data_at = -(-(8 + 256 + names_bytes) // PAGE_BYTES) * PAGE_BYTES
+        self.file.data_at = -(-(8 + 256 + names_bytes) // PAGE_BYTES) * PAGE_BYTES
 
     def put(self, path: str, parameter: nn.Parameter) -> nn.Parameter:
         values = parameter.detach()
@@ -146,14 +129,9 @@ class _Writing(Building):
             )
         self._waiting.sort(key=lambda waiting: (waiting[1].nbytes % _ALIGNED_BYTES > 0, -waiting[1].nbytes))
         for name, values in self._waiting:
-            self._append(name, values)
-        metadata = {"format": "pt", METHOD: json.dumps(self._packed, separators=(",", ":"))}
-        header = json.dumps({"__metadata__": metadata, **self._entries}, separators=(",", ":")).encode()
-        assert 8 + len(header) <= self._data_at
-        room = self._data_at - 8
-        write_all(self.fd, room.to_bytes(8, "little") + header.ljust(room), 0)
-        os.fsync(self.fd)
-        self.written.nbytes = self._data_at + self._end
+            self.file.append(name, values)
+        self.file.finish({"format": "pt", METHOD: json.dumps(self._packed, separators=(",", ":"))})
+        self.written.nbytes = self.file.data_at + self.file.nbytes
 
     def _take(self, path: str, values: Tensor) -> None:
         if path not in self._wanted:
@@ -179,22 +157,8 @@ class _Writing(Building):
         if small or values.nbytes % _ALIGNED_BYTES:
             self._waiting.append((name, values.clone()))
         else:
-            self._append(name, values)
-
-    def _append(self, name: str, values: Tensor) -> None:
-        if values.dtype not in DTYPES:
-            raise UnsupportedModelError(f"{name} has the type {values.dtype}, which is not written.")
-        write_all(self.fd, memory_of(values), self._data_at + self._end)
-        offsets = [self._end, self._end + values.nbytes]
-        self._entries[name] = {"dtype": DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": offsets}
-        self._end += values.nbytes
+            self.file.append(name, values)
 
 
 def _full(path: Path, error: OSError) -> str:
     return f"{path.parent} does not take the packed weights: {error.strerror or error}."
-
-
-def write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(fd, content[done:], offset + done)

@@ -1,0 +1,84 @@
+"""Writes a safetensors file front to back, one tensor in memory at a time; the header comes last, into reserved space.
+
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from stowage.errors import UnsupportedModelError
+from stowage.weights.parameter_location import memory_of
+
+__all__ = ["SafetensorsFile"]
+
+_DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class SafetensorsFile:
+    """A new file at ``path``, whose tensors begin at byte ``data_at``. All methods raise OSError."""
+
+    def __init__(self, path: Path, data_at: int = 0) -> None:
+        self.data_at = data_at
+        self.nbytes = 0
+        """Bytes of the tensors so far."""
+        self.entries: dict[str, dict[str, Any]] = {}
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def append(self, name: str, values: Tensor) -> None:
+        """Write a tensor. Raises UnsupportedModelError for a dtype that safetensors does not have here."""
+        if values.dtype not in _DTYPES:
+            raise UnsupportedModelError(f"{name} has the type {values.dtype}, which is not written.")
+        if values.nbytes:
+            self.write(memory_of(values.contiguous()), self.nbytes)
+        self.add(name, _DTYPES[values.dtype], values.shape, values.nbytes)
+
+    def write(self, content: bytes | memoryview, offset: int) -> None:
+        """Write bytes ``offset`` bytes behind the first tensor's begin. `add` says which tensor they are."""
+        self._write(content, self.data_at + offset)
+
+    def add(self, name: str, dtype: str, shape: Sequence[int], nbytes: int) -> None:
+        """The next ``nbytes`` bytes are a tensor of the safetensors type ``dtype``."""
+        offsets = [self.nbytes, self.nbytes + nbytes]
+        self.entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        self.nbytes += nbytes
+
+    def finish(self, metadata: Mapping[str, str]) -> None:
+        """Write the header, cut off what was written behind the last tensor, and wait for the disk."""
+        header = json.dumps({"__metadata__": metadata, **self.entries}, separators=(",", ":")).encode()
+        room = self.data_at - 8
+        assert len(header) <= room
+        self._write(room.to_bytes(8, "little") + header.ljust(room), 0)
+        os.ftruncate(self._fd, self.data_at + self.nbytes)
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """May be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _write(self, content: bytes | memoryview, at: int) -> None:
+        done = 0
+        while done < len(content):
+            done += os.pwrite(self._fd, content[done:], at + done)
