@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any, Final
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, Router
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stowage import __version__
@@ -40,7 +39,7 @@ from stowage.server.embedding import EMBEDDINGS, Embedding, described
 from stowage.server.limits import Limits
 from stowage.server.memory import Reservation, bytes_asked, bytes_encoded, bytes_to_read, entries
 from stowage.server.metrics import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ServerMetrics, tasks
-from stowage.server.middleware import CONTEXT, PAGE, STATE, Middleware, RequestContext
+from stowage.server.middleware import CONTEXT, PAGE, STATE, RequestContext, wrapped
 from stowage.server.monitor import Monitor
 from stowage.server.request_history import RequestHistory
 from stowage.server.stream import DONE, EventStream, encoded, send_json, while_connected, with_keep_alive
@@ -49,7 +48,7 @@ from stowage.server.stream import DONE, EventStream, encoded, send_json, while_c
 def build(
     async_engine: AsyncEngine, keys: ApiKeys, limits: Limits, metrics: ServerMetrics, watch: Monitor, host: str | None
 ) -> ASGIApp:
-    """The application. `host` is the name that the server listens under; None: any `Host` header is accepted."""
+    """The application; `host` as in `middleware.wrapped`."""
     plain = Plain(async_engine, metrics)
     dashboard = Dashboard(watch)
     body_reader, request_history = BodyReader(limits), watch.request_history
@@ -70,35 +69,20 @@ def build(
     routes += [Route(path, Lookup(read, async_engine, limits, body_reader), methods=["POST"]) for path, read in LOOKUPS]
     embedding = async_engine.served.embedding
     if embedding is not None:
-        routes.insert(
-            0,
-            Route(
-                EMBEDDINGS, Embedding(embedding, plain.names, async_engine.memory, limits, metrics), methods=["POST"]
-            ),
-        )
-    loop = asyncio.get_running_loop()
+        vectors = Embedding(embedding, plain.names, async_engine.memory, limits, metrics)
+        routes.insert(0, Route(EMBEDDINGS, vectors, methods=["POST"]))
+    memory = async_engine.memory
     metrics.watch(
         async_engine.stats,
         choices_open=("choices that are served or wait", lambda: async_engine.choices_open),
         choices_limit=("choices that may be open together", lambda: async_engine.max_choices),
-        request_memory_bytes=(
-            "held for requests: bodies, their reading, answers",
-            lambda: async_engine.memory.held_bytes,
-        ),
-        request_memory_limit_bytes=("that may be held for requests", lambda: async_engine.memory.limit_bytes),
-        request_memory_refused=("requests that were refused for lack of it", lambda: async_engine.memory.refused),
+        request_memory_bytes=("held for requests: bodies, their reading, answers", lambda: memory.held_bytes),
+        request_memory_limit_bytes=("that may be held for requests", lambda: memory.limit_bytes),
+        request_memory_refused=("requests that were refused for lack of it", lambda: memory.refused),
         engine_reopened=("times the engine was opened again after a failure", lambda: async_engine.supervisor.reopened),
-        server_tasks=("tasks of the server's event loop", tasks(loop)),
+        server_tasks=("tasks of the server's event loop", tasks(asyncio.get_running_loop())),
     )
-    router = Router(routes, redirect_slashes=False)
-    front = Middleware(router, keys, metrics, [route.path for route in routes], host)
-    if not async_engine.served.allowed_origins:
-        return front
-    methods, shown = ("GET", "POST"), ("x-request-id", "retry-after")
-    origins = async_engine.served.allowed_origins
-    return CORSMiddleware(
-        front, allow_origins=origins, allow_methods=methods, allow_headers=("*",), expose_headers=shown
-    )
+    return wrapped(routes, keys, metrics, async_engine.served.allowed_origins, host)
 
 
 class Plain:

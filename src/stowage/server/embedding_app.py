@@ -6,10 +6,9 @@ import time
 from typing import Final
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, Router
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from stowage import __version__
@@ -19,7 +18,7 @@ from stowage.server.embedding import EMBEDDINGS, Embedding, described
 from stowage.server.limits import Limits
 from stowage.server.memory import RequestMemory
 from stowage.server.metrics import GENERATION, ServerMetrics
-from stowage.server.middleware import Middleware
+from stowage.server.middleware import wrapped
 from stowage.server.served_model import ServedEmbedder
 
 __all__ = ["build"]
@@ -66,10 +65,4 @@ def build(
     routes = [Route(path, found) for path, found in plain.items()]
     routes += [Route(path, generate, methods=["POST"]) for path in GENERATION]
     routes.append(Route(EMBEDDINGS, making, methods=["POST"]))
-    front = Middleware(Router(routes, redirect_slashes=False), keys, metrics, [route.path for route in routes], host)
-    if not origins:
-        return front
-    shown = ("x-request-id", "retry-after")
-    return CORSMiddleware(
-        front, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=shown
-    )
+    return wrapped(routes, keys, metrics, origins, host)

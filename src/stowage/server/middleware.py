@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stowage.server.api_errors import ApiError, anthropic_body, bad, encoded_error, internal
@@ -60,6 +62,20 @@ class RequestContext:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began_s
+
+
+def wrapped(
+    routes: Sequence[Route], keys: ApiKeys, metrics: ServerMetrics, origins: Sequence[str], host: str | None
+) -> ASGIApp:
+    """The application of ``routes``. ``origins``: of web pages that may call it. ``host``: the name that the server
+    listens under; None: any `Host` header is accepted.
+    """
+    router = Router(list(routes), redirect_slashes=False)
+    app = Middleware(router, keys, metrics, [route.path for route in routes], host)
+    if not origins:
+        return app
+    exposed = ("x-request-id", "retry-after")
+    return CORSMiddleware(app, origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=exposed)
 
 
 class Middleware:
