@@ -1,5 +1,5 @@
-/* Weights in the block formats that checkpoints are published in, as floats: each computed as in the reference
- * (weights/quantized/formats.py), so to its bits. One block after the other, plainly; coded.h is quicker in bfloat16.
+/* Dequantizes published block formats to floats, with the bits of the reference (weights/quantized/formats.py). Plain
+ * code, block by block; coded.h is faster in bfloat16.
  */
 
 #define BLOCK(format, VALUES, BYTES)                                                                                   \
@@ -79,7 +79,7 @@ static void NAME(decode_f32)(const Coded *row, int64_t k, int count, float *to)
     memcpy(to, row->w + 4 * k, (size_t)count * 4);
 }
 
-/* Numbers that lie one after the other, as told by the scale of input k and by what else there is of it. */
+/* Dequantizes consecutive codes with the scale of input k, and its zero point or least value. */
 #define OF(format, COUNT, SCALE, MORE, VALUE)                                                                          \
     static void NAME(decode_##format)(const Coded *row, int64_t k, int count, float *to)                               \
     {                                                                                                                  \
@@ -115,7 +115,7 @@ typedef void (*NAME(decoder))(const Coded *, int64_t, int, float *);
 static const NAME(decoder) NAME(decoders)[] = {ALL_FORMATS(OF)};
 #undef OF
 
-/* Inputs [k, end) of output n as numbers; k begins a block. Rounded to bfloat16 if that is what is computed with. */
+/* Dequantizes inputs [k, end) of output n; k begins a block. Rounds to bfloat16 if that is computed with. */
 static void NAME(decode)(const Linear *job, int64_t n, int64_t k, int64_t end, float *to)
 {
     Coded row = coded_row(job, n);

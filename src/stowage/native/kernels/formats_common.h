@@ -1,5 +1,5 @@
-/* What block formats have in common, whatever instructions there are: where a row's bytes, scales and zero points lie,
- * and what single ones mean. Formats are those of weights/quantized/formats.py. */
+/* Block formats (weights/quantized/formats.py) without vector instructions: the addresses of a row's codes, scales and
+ * zero points, and the values of single ones. */
 #ifndef STOWAGE_ENGINE_FORMATS_COMMON_H
 #define STOWAGE_ENGINE_FORMATS_COMMON_H
 
@@ -20,14 +20,14 @@ static const int scale_bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF
 enum { PLAIN = 0 /* of the job's form */, ALL_FORMATS(OF), FORMATS_END,
        INPUTS_FIRST = FORMATS_END /* as PLAIN; rows of `w_row` numbers are those of inputs */ };
 
-/* How far rows are apart that are laid out for a multiplication. */
+/* The distance of rows that are dequantized for a multiplication. */
 static inline int64_t laid_stride(const Linear *job)
 {
     return (job->inputs + 31) / 32 * 32 + 32;
 }
 
-/* Outputs [begin, end), of which `lay` lays out up to `most` at a time as plain numbers of `size` bytes, in rows so many bytes
- * apart as its last argument says; `work` multiplies them. 0: there is no memory for it. */
+/* Multiplies with outputs [begin, end): `lay` dequantizes up to `most` at a time to numbers of `size` bytes, in rows
+ * with the distance of its last argument, and `work` multiplies. Returns 0 if there is no memory. */
 static inline int multiply_laid(const Linear *job, int64_t begin, int64_t end, int64_t size, int64_t most,
                                 void (*lay)(const Linear *, int64_t, int64_t, char *, int64_t),
                                 void (*work)(const Linear *, int64_t, int64_t))
@@ -157,7 +157,7 @@ static inline ALWAYS int code_of(int format, const Coded *row, int64_t k, int i)
     }
 }
 
-/* Whether codes of an input lie side by side, not those of an output. */
+/* Whether the codes of an input are contiguous, instead of those of an output. */
 static inline int lies_by_inputs(const Linear *job)
 {
     return job->format == GPTQ || job->format == AWQ;
@@ -166,7 +166,7 @@ static inline int lies_by_inputs(const Linear *job)
 static inline Coded coded_row(const Linear *job, int64_t n)
 {
     int64_t eighth = job->outputs / 8, groups = 0;
-    if (job->scales != NULL) /* what it takes to divide is felt where rows are short */
+    if (job->scales != NULL) /* divisions take noticeable time where rows are short */
         groups = (int64_t)((uint32_t)(job->inputs + job->group - 1) / (uint32_t)job->group);
     Coded row = {.w = (const uint8_t *)job->w + n * job->w_row, .scales = job->scales, .zeros = job->zeros,
                  .group = job->group, .kind = job->kind, .scale_step = 1, .zero_step = 1,

@@ -1,5 +1,5 @@
-/* Plain numbers whose inputs come first, as some checkpoints have experts: some outputs at a time are laid out as if outputs
- * came first, and multiplied then as those are, so with their bits. Lines of inputs that come next are fetched meanwhile. */
+/* Plain weights [inputs, outputs], as some checkpoints have experts: some outputs at a time are transposed, and then
+ * multiplied as weights [outputs, inputs] are, with the same bits. The next inputs are prefetched meanwhile. */
 #if LANES >= 8
 #if LANES == 16
 #define WIDE(name) _mm512_##name
@@ -9,7 +9,7 @@ typedef __m512i NAME(wide);
 typedef __m256i NAME(wide);
 #endif
 
-/* Words of four vectors: those of every fourth place side by side. */
+/* Interleaves the words of four vectors. */
 static inline ALWAYS void NAME(transpose_fours)(NAME(wide) v[4])
 {
     NAME(wide) a = WIDE(unpacklo_epi32)(v[0], v[1]), b = WIDE(unpackhi_epi32)(v[0], v[1]);
@@ -20,7 +20,7 @@ static inline ALWAYS void NAME(transpose_fours)(NAME(wide) v[4])
     v[3] = WIDE(unpackhi_epi64)(b, d);
 }
 
-/* As many times 16 bytes as there are in a vector, `apart` bytes apart. */
+/* Loads a vector from pieces of 16 bytes, `apart` bytes apart. */
 static inline ALWAYS NAME(wide) NAME(load_apart)(const char *at, int64_t apart)
 {
 #define PART(i) _mm_loadu_si128((const __m128i *)(at + i * apart))
@@ -51,7 +51,7 @@ static inline ALWAYS void NAME(transpose_block)(const char *at, int64_t across, 
 #undef WIDE
 #endif
 
-/* Outputs [n, end) and inputs [k, depth), one by one. */
+/* Transposes outputs [n, end) and inputs [k, depth) one by one. */
 static void NAME(transpose_each)(const char *at, int64_t across, int64_t n, int64_t end, int64_t k, int64_t depth,
                                  int size, char *to, int64_t stride)
 {
@@ -60,7 +60,7 @@ static void NAME(transpose_each)(const char *at, int64_t across, int64_t n, int6
             memcpy(to + n * stride + i * size, at + i * across + n * size, (size_t)size);
 }
 
-/* `wide` outputs, `size` bytes of each input, `stride` bytes apart. */
+/* Transposes `wide` outputs, `size` bytes a number, into rows `stride` bytes apart. */
 static inline ALWAYS void NAME(transpose_all)(const char *at, int64_t across, int64_t depth, int64_t wide, int size, char *to,
                                               int64_t stride)
 {

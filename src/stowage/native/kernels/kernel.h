@@ -1,8 +1,8 @@
 /* What the kernels share: jobs, instruction sets, and threads.
  *
- * A kernel sums every result in an order that depends on its own row alone. So a token's logits are the same to the bit
- * alone and in a batch, computed at once and in pieces, in a prompt and one by one: what `--deterministic` stands on.
- * Which instructions are used changes the bits; that is decided once, from the processor.
+ * A kernel is batch-invariant: it sums each result in an order that depends on its own row alone. So a token's logits
+ * are the same to the bit alone and in a batch, in one prefill chunk or several, in a prompt or decoded, as
+ * `--deterministic` promises. Other instructions give other bits; the set is chosen once, from the processor.
  */
 #ifndef STOWAGE_ENGINE_KERNEL_H
 #define STOWAGE_ENGINE_KERNEL_H
@@ -15,12 +15,12 @@
 #include <string.h>
 
 #if defined(__GNUC__)
-#define FETCH_FAR(address) __builtin_prefetch(address, 0, 2) /* to the second cache, which awaits more at once */
+#define FETCH_FAR(address) __builtin_prefetch(address, 0, 2) /* into L2, which has more requests in flight */
 #else
 #define FETCH_FAR(address) ((void)(address))
 #endif
-/* The value is what it is here. Else a compiler may fuse a product with a sum, or compute several at once, in one tile
- * and not in another, and their bits would differ. */
+/* Fixes a value at this point. Otherwise a compiler may fuse a product with a sum, or vectorize, in one tile and not in
+ * another, and their bits would differ. */
 #if defined(__x86_64__) && defined(__GNUC__)
 #define SETTLE(value) __asm__("" : "+x"(value))
 #elif defined(__GNUC__)
@@ -28,7 +28,7 @@
 #else
 #define SETTLE(value) ((void)(value))
 #endif
-/* Addresses are reckoned from this one where they are used. Else a compiler keeps each on the stack over a loop. */
+/* Has addresses computed from this one where they are used. Otherwise a compiler spills each to the stack. */
 #if defined(__GNUC__)
 #define FROM_HERE(pointer) __asm__("" : "+r"(pointer))
 #else
@@ -49,7 +49,7 @@
 #define TURNED_ROWS 16 /* with so many, turning keys pays */
 #define SCORE_LANES 4096 /* sums of lanes before they are added: 4 of 32 rows by 32 keys */
 
-#define SUM_LEAST 0x1p-100f /* smaller ones of what was weighed with rounded weights count as 0, where they shrink */
+#define SUM_LEAST 0x1p-100f /* smaller sums, of rounded weights, become 0 when they are scaled down */
 
 enum { FULL = 0, SLIDING = 1, CHUNKED = 2 };
 
@@ -88,14 +88,14 @@ static inline Linear some_rows(const Linear *all, int64_t row, int64_t most, con
     return job;
 }
 
-/* What is left to do of sums over codes of 8 bits. */
+/* What remains to be done with sums over codes of 8 bits. */
 static inline void scale_sums(float *sums, const float *scales, int64_t count)
 {
     for (int64_t n = 0; n < count; n++)
         sums[n] *= scales[n];
 }
 
-/* What will be read next: rows of so many bytes; input k is k times 2^shift bytes from the first. */
+/* What to prefetch: rows of so many bytes; input k is k times 2^shift bytes behind the first. */
 typedef struct {
     const char *at;
     int64_t row;
@@ -108,7 +108,7 @@ static inline float half_float(uint16_t half)
     uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
     float value;
     memcpy(&value, &bits, sizeof value);
-    value *= 0x1p112f; /* the exponents' biases differ by so much; exact, also below the least normal one */
+    value *= 0x1p112f; /* the difference of the exponents' biases; exact, also for subnormals */
     if ((half & 0x7c00) == 0x7c00)
         value = half & 0x3ff ? NAN : INFINITY;
     return half & 0x8000 ? -value : value;
@@ -138,8 +138,8 @@ typedef struct {
     int64_t begin, count, start, table, base;
 } Run;
 
-/* Queries, keys and values in bfloat16 if `half`, else float32; what comes out in bfloat16 if it is `narrow`. Of queries
- * at positions from `rounded_from` on weights are rounded to bfloat16, which is quicker. */
+/* Queries, keys and values are bfloat16 if `half`, else float32; the output is bfloat16 if `narrow`. For queries at
+ * positions from `rounded_from` on, attention weights are rounded to bfloat16, which is faster. */
 typedef struct {
     const void *q;
     void *out;
@@ -216,7 +216,7 @@ typedef struct {
     int per_key, normed, half;
 } Delta;
 
-/* What a token of a head does to every value. `decayed`: k times decay. */
+/* The inputs of one token of a head, shared by all values. `decayed`: k times decay. */
 typedef struct {
     const float *k, *q, *decayed, *decay;
     float beta;
@@ -237,9 +237,9 @@ typedef struct {
     int softplus, half;
 } Scan;
 
-/* Every channel's own weights w [channels, taps] over its last tokens, then a silu if there is to be one. `state`
- * [batch, channels, before], which the only token is put into: what came before; NULL: nothing did. Channels of a token
- * lie side by side, in x and in out [batch, tokens, channels]. All are bfloat16 if `half`. */
+/* Causal depthwise convolutions with weights w [channels, taps], then an optional silu. `state` [batch, channels,
+ * before]: the tokens before, updated if there is one token only; NULL: none. x and out [batch, tokens, channels] are
+ * contiguous in channels. All are bfloat16 if `half`. */
 typedef struct {
     const void *x, *w, *bias;
     void *state, *out;
@@ -250,26 +250,26 @@ typedef struct {
 
 enum { DELTA_VALUES = 64, SCAN_TOKENS = 16, CHANNELS = 256, TAPS = 16 }; /* what is worked on at a time; taps at most */
 
-/* What there is of a tile of keys: they lie in memory; they are turned, and values widened; scores are there already, and
- * values widened; and values in pairs. */
+/* How a tile is prepared: keys in memory; keys transposed, and values widened; scores computed, and values widened;
+ * scores computed, and values in pairs. */
 enum { LYING = 0, TURNED = 1, SCORED = 2, LAID = 3 };
 
 typedef struct Scoring Scoring;
 
-/* What one thread works with: rows of queries and what has become of them, and a tile of keys and values. Where there
- * is a `scoring`, also queries, keys and values laid out in pairs, scores [ROWS, KEYS], and sums of lanes. */
+/* A thread's workspace: rows of queries with their sums, and a tile of keys and values. With a `scoring` also queries,
+ * keys and values packed in pairs, scores [ROWS, KEYS], and sums of lanes. */
 typedef struct {
     float *q, *out, *peak, *sum, *keys, *values, *turned, *weights[MANY], *scores, *lanes;
-    const void *key[KEYS], *value[KEYS]; /* floats, or what they lie as: see `fetch` */
+    const void *key[KEYS], *value[KEYS]; /* floats, or the type in memory: see `fetch` */
     const uint16_t *query[ROWS];
     uint32_t *query_pairs, *key_pairs, *value_pairs;
     const Scoring *scoring;
-    int exact; /* the first rows, whose weights are not rounded */
+    int exact; /* the number of rows, from the first, whose weights are not rounded */
 } Scratch;
 
-/* Scores of many rows in bfloat16 by instructions for it, with the bits of floats. A thread calls `begin`, if there
- * is one, before all rows of a width, and `end` after them. `lay_queries`, `score` and `lay_values` return 0 where floats
- * must do it. What is laid, `add` weighs with rounded weights; of widths that are multiples of 16. */
+/* Scores of many rows by bfloat16 instructions, with the bits of float32. A thread calls `begin`, if there is one,
+ * before all rows of a width, and `end` after them. `lay_queries`, `score` and `lay_values` return 0 if float32 must be
+ * used. `add` multiplies packed values with rounded weights, for widths that are multiples of 16. */
 struct Scoring {
     void (*begin)(int64_t width);
     void (*end)(void);

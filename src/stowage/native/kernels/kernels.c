@@ -1,4 +1,4 @@
-/* Kernels: arguments in, the work done by several threads without the interpreter's lock. See kernel.h. */
+/* The kernels' Python functions. Several threads compute, without the interpreter's lock. See kernel.h. */
 
 #include "dynamic.h"
 #include "dynamic_linear.h"

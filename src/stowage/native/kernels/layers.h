@@ -1,9 +1,9 @@
-/* Linear layers, as Python calls them: arguments, and who does which part. Included by kernels.c. */
+/* The Python functions for linear layers: arguments, and the division among threads. Included by kernels.c. */
 
-/* Shares of linear layers with the same inputs: runs of outputs, taken by whoever is free. */
+/* Shares of linear layers with the same inputs: ranges of outputs, taken by the next free thread. */
 
 enum { TOGETHER = 8, COMMON = 8, EACH = 9, JOBS = 64 }; /* layers at most; arguments of all, and of each; see count */
-enum { TRANSPOSED_BYTES = 640 << 10 }; /* what is laid out of inputs that come first: so much of the second cache */
+enum { TRANSPOSED_BYTES = 640 << 10 }; /* bytes of transposed weights: this share of the L2 cache */
 
 typedef struct {
     Linear job[JOBS];
@@ -14,7 +14,7 @@ typedef struct {
     atomic_int failed;
 } LinearShares;
 
-/* Outputs [begin, end) of a matrix whose inputs come first; 0: there is no memory for it. `work` does it with others. */
+/* Outputs [begin, end) of weights [inputs, outputs]; `work` multiplies when they are transposed. 0: no memory. */
 static int multiply_transposed(const Linear *job, int64_t begin, int64_t end, void (*work)(const Linear *, int64_t, int64_t))
 {
     int64_t size = job->form == FLOAT32 ? 4 : 2, most = TRANSPOSED_BYTES / size / laid_stride(job);
@@ -22,7 +22,7 @@ static int multiply_transposed(const Linear *job, int64_t begin, int64_t end, vo
     return multiply_laid(job, begin, end, size, most, used->transpose, work);
 }
 
-/* Outputs [begin, end) of one layer; 0: there is no memory for it. */
+/* Outputs [begin, end) of one layer. Returns 0 if there is no memory. */
 static int multiply(const Linear *job, int64_t begin, int64_t end)
 {
     if (job->wide != NULL) {
@@ -90,7 +90,7 @@ static void lay_piece(const void *argument, int64_t block)
     tiles_lay_inputs(shares->job, block * TILE_SIDE, shares->to + block * block_bytes(shares->job->inputs));
 }
 
-/* Many rows, TILES_ROWS at a time: what they have in common is laid out first. 0: there is no memory for it. */
+/* Many rows, TILES_ROWS at a time: their inputs are packed first. Returns 0 if there is no memory. */
 static int spread_tiles(LinearShares *shares, int layers, long threads)
 {
     Linear all[TOGETHER];
@@ -253,7 +253,7 @@ static int is_tiled(const Linear *job)
     return job->form >= HALVES && job->form < DYNAMIC && used->tiles != NULL && job->rows > TILES_FEW;
 }
 
-/* How many outputs a share has, of `layers` alike; as many threads as it is worth. */
+/* The outputs of a share, of `layers` alike; sets how many threads are worth it. */
 static long divide(LinearShares *shares, int layers, long threads)
 {
     const Linear *job = shares->job;
@@ -265,7 +265,7 @@ static long divide(LinearShares *shares, int layers, long threads)
     int across = lies_by_inputs(job), runs = across ? 2 : 4;
     if (across && !rounds && outputs < 2048 * threads) /* a run is as long as a piece is wide */
         runs = 1;
-    int64_t pieces = (job->rows > FEW ? 8 : runs) * threads; /* few rows wait for memory: it likes long runs */
+    int64_t pieces = (job->rows > FEW ? 8 : runs) * threads; /* few rows wait for memory, which prefers long runs */
     shares->each = threads > 1 ? ((outputs - 1) / pieces / step + 1) * step : outputs;
     count_shares(shares, layers);
     return threads;

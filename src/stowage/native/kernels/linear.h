@@ -5,7 +5,7 @@
  * on the tile. Weights of many rows are not fetched ahead: the next 4 rows find them in the cache.
  */
 #if defined(__x86_64__) && defined(__GNUC__)
-#define HOLD(inputs) SETTLE(inputs) /* in a register: else they are loaded again for each product */
+#define HOLD(inputs) SETTLE(inputs) /* keeps it in a register: otherwise it is loaded again for each product */
 #else
 #define HOLD(inputs) ((void)(inputs))
 #endif
@@ -14,7 +14,7 @@
 #else
 #define COLUMNS 3
 #endif
-#define SCRATCH 12 /* outputs whose inputs become numbers at a time */
+#define SCRATCH 12 /* outputs that are dequantized at a time */
 
 #define TILE(FETCHES, KIND, F, T, R, C)                                                                                \
     static void NAME(KIND##_##F##R##C)(const float *x, int64_t x_row, const void *at, int64_t w_apart, int64_t depth,  \
@@ -89,7 +89,7 @@ static const NAME(tile) NAME(many_tiles)[3][COLUMNS] = {
 #undef FEW_ROWS
 #undef ROW
 
-/* Inputs [k, end) of output n as numbers, of codes of four bits. */
+/* Dequantizes inputs [k, end) of output n, codes of four bits. */
 static void NAME(unpack)(const Linear *job, int64_t n, int64_t k, int64_t end, float *to)
 {
     int64_t half = job->inputs / 2, groups = job->inputs / job->group;

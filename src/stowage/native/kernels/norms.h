@@ -1,4 +1,4 @@
-/* Root mean square norms, as Python calls them. Included by kernels.c. */
+/* The Python function for root mean square norms. Included by kernels.c. */
 
 /* Shares of a norm: NORM_ROWS rows. */
 

@@ -26,7 +26,7 @@ static inline ALWAYS __mmask32 of_32(int64_t left)
     return left >= 32 ? 0xffffffff : left > 0 ? ((__mmask32)1 << left) - 1 : 0;
 }
 
-/* Whether a row of numbers has none out of range. */
+/* Whether all numbers of a row are in range. */
 static inline int in_range(const uint16_t *row, int64_t width)
 {
     __mmask32 out = 0;
@@ -78,7 +78,7 @@ static inline ALWAYS __mmask32 turned_pairs(const Scratch *s, int low, int high,
     return out;
 }
 
-/* What is left of a width after whole lanes is added to scores number by number. */
+/* Adds the rest of a width, behind whole lanes, to the scores number by number. */
 static void add_rest(int64_t width, int rows, int low, int high, Scratch *s)
 {
     for (int64_t e = width / 16 * 16; e < width; e++)

@@ -54,7 +54,7 @@ static int pairs_lay_values(int64_t width, int low, int high, Scratch *s)
                 _mm512_storeu_ps(out[r] + d + 16 * j, sums[r][j]);                                                     \
     }
 
-/* To MANY rows, of which some may be the same. Keys that a row does not see weigh nothing, and no value is infinite. */
+/* Adds weighted values to MANY rows, some of which may be the same. Masked keys have weight 0; no value is infinite. */
 static void pairs_add(int64_t width, const float *const *weights, int low, int high, float *const *out,
                       const Scratch *s)
 {

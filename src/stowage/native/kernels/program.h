@@ -1,6 +1,6 @@
-/* Several kernels in one call of Python: their order, and where everything lies, is written down as a list of numbers
- * (executor/replay/programs.py). An address is a buffer's, out of a list that may change between calls, and an offset.
- * Included by kernels.c. */
+/* Runs several kernels in one call from Python: a program is a list of numbers with their order and all addresses
+ * (executor/replay/programs). An address is an index into a list of buffers, which may change between calls, and an
+ * offset. Included by kernels.c. */
 
 enum { LINEAR_LAYERS = 1, NORM_ROWS_OF = 2, POINTWISE = 3, PUT_INTO_BLOCKS = 4, ATTEND = 5, LINEAR_OF_STACKS = 6, PICK_ROWS = 7, ROTATE = 8 };
 

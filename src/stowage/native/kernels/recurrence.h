@@ -95,7 +95,7 @@ static inline void NAME(delta_value)(const DeltaToken *t, float *s, int64_t pitc
     *out = sum;
 }
 
-/* e to the power of `count` numbers, which are hardly ever above 0. */
+/* e to the power of `count` numbers, which are rarely above 0. */
 static inline void NAME(decays)(const float *from, float *to, int64_t count)
 {
     int64_t i = 0;
@@ -116,7 +116,7 @@ static void NAME(delta)(const Delta *job, int64_t b, int64_t h, int64_t begin, i
     float *out = v + DELTA_VALUES, *tile = out + DELTA_VALUES;
     float *state = job->state + row_of(job->rows, b) * job->state_batch + h * keys * values + begin, *s = state;
     int copied = job->tokens > 2;
-    if (copied) { /* rows of it side by side: of whole states the first cache may have room for a part only */
+    if (copied) { /* rows of it are copied together: the L1 cache may not hold a whole state */
         s = tile, pitch = count;
         for (int64_t i = 0; i < keys; i++)
             memcpy(s + i * pitch, state + i * values, (size_t)count * sizeof *s);

@@ -1,4 +1,4 @@
-/* Rotary embeddings, as Python calls them: queries and keys of the same tokens in one call. Included by kernels.c. */
+/* The Python function for rotary embeddings: queries and keys of the same tokens in one call. Included by kernels.c. */
 
 /* Shares of a rotation: some tokens of all tensors. */
 enum { ROTATED_TOKENS = 16, ROTATIONS = 2 };

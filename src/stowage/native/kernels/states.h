@@ -1,6 +1,6 @@
-/* Layers that carry a state, as Python calls them: arguments, and who does which part. Included by kernels.c. */
+/* The Python functions for recurrent layers: arguments, and the division among threads. Included by kernels.c. */
 
-enum { LITTLE = 65536 }; /* multiplications that are not worth a second thread */
+enum { LITTLE = 65536 }; /* up to so many multiplications a second thread is not worth it */
 
 typedef struct {
     const void *job;

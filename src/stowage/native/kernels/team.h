@@ -1,9 +1,9 @@
-/* Threads that help whoever calls a kernel: they wait for the next call awake for a moment, then asleep.
+/* A thread pool for the callers of kernels. Its helpers spin for a moment between calls, then sleep.
  *
- * A token takes some two hundred calls a tenth of a millisecond apart. Between them OpenMP's threads sleep too early, or
- * wait too long in the way of others (openmp.py), and waking one takes as long as a small matrix. Who waits awake here
- * gives its core away to any thread that wants it. One caller has the helpers at a time; another takes OpenMP's
- * meanwhile. Who has done all the work does not wait for a helper that has not begun.
+ * A token takes some two hundred calls a tenth of a millisecond apart. OpenMP's threads sleep too early between them,
+ * or spin too long and take cores from others (openmp.py), and waking one takes as long as a small matrix. A spinning
+ * helper yields its core to any thread. One caller at a time has the helpers; others use OpenMP's threads. A caller
+ * that has done all the work does not wait for helpers that have not begun.
  */
 #ifndef STOWAGE_ENGINE_TEAM_H
 #define STOWAGE_ENGINE_TEAM_H
@@ -82,13 +82,13 @@ static void *help(void *nothing)
             ;
         if ((inside & CLOSED) || inside / ENTERED >= atomic_load(&team.wanted))
             continue;
-        team.share(team.job); /* whoever is inside keeps the job as it is */
+        team.share(team.job); /* the helpers at work still read the job */
         atomic_fetch_sub(&team.inside, 1);
     }
     return NULL;
 }
 
-/* A child has the helpers' bookkeeping and none of them. */
+/* A forked child has the bookkeeping of the helpers, but not the threads. */
 static void alone_after_fork(void)
 {
     pthread_mutex_init(&team.taken, NULL);
@@ -97,7 +97,7 @@ static void alone_after_fork(void)
     team.helpers = 0;
 }
 
-/* Have `count` helpers, or as many as the system gives. Signals are for the others. */
+/* Start `count` helpers, or as many as the system gives. Helpers block all signals. */
 static void recruit(int count)
 {
     sigset_t all, before;

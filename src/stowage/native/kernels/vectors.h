@@ -52,7 +52,7 @@ static inline ALWAYS NAME(vec) NAME(load_f)(const float *from)
 
 static inline ALWAYS NAME(vec) NAME(load_b)(const uint16_t *from)
 {
-#if LANES == 16 /* GCC 12 makes two of a conversion of sixteen, and puts them together */
+#if LANES == 16 /* GCC 12 splits a conversion of sixteen into two */
     return (NAME(vec))_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
 #elif LANES == 8
     return (NAME(vec))_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
@@ -67,7 +67,7 @@ static inline ALWAYS NAME(vec) NAME(load_c)(const int8_t *from)
 {
 #if LANES == 16
     NAME(ints) wide = (NAME(ints))_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
-#elif LANES == 8 /* what GCC 12 makes of a conversion of eight bytes took four times as long */
+#elif LANES == 8 /* the code of GCC 12 for a conversion of eight bytes took four times as long */
     NAME(ints) wide = (NAME(ints))_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #else
     NAME(bytes) codes;
@@ -177,7 +177,7 @@ static inline void NAME(decode_halves)(const uint8_t *from, int shift, float sca
  * Cephes (Moshier, 1992). */
 static inline ALWAYS NAME(vec) NAME(exponential)(NAME(vec) x)
 {
-    const NAME(vec) round = NAME(fill)(12582912.0f); /* 1.5 * 2^23: what is added becomes an integer, its last bits */
+    const NAME(vec) round = NAME(fill)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, in the last bits */
     NAME(ints) small = x < NAME(fill)(-87.0f);
     NAME(vec) shifted = x * 1.44269504f + round;
     NAME(vec) n = shifted - round;
