@@ -20,10 +20,10 @@ from stowage.storage.format import envelope, segment
 from stowage.storage.format.protection import NO_MARK, Mark, Method, Protection, SecretKey
 from stowage.storage.format.segment import PAGE_BYTES, SegmentName
 from tests.disk_client import NAMESPACE, Client, aligned, key, only_segment, segments
+from tests.segment_surgery import Surgery
 
 NAMES = [key(n) for n in range(5)]
 LENGTHS = [4096, 100, 8192, 4096, 6000]
-OFFSETS = [8192, 12288, 16384, 24576, 28672]
 LIMIT = 8 << 20
 OURS, LEAKED = SecretKey(b"\1" * 32), SecretKey(b"\2" * 32)
 KEYED = [Method.BLAKE3, Method.AES_256_GCM]
@@ -47,51 +47,28 @@ def stored(directory: Path, method: Method) -> Path:
     return directory
 
 
-class Forger:
+class Forger(Surgery):
     """Changes a segment as its owner's enemy would: index and header as they like, all checksums made right."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.data = bytearray(path.read_bytes())
-        name = SegmentName.parse(path.name)
-        assert name is not None
-        self.name = name
-        self._footer = len(self.data) - 2 * PAGE_BYTES
-
-    def places(self, number: int) -> tuple[int, int]:
-        """Where the envelope of a chunk lies: in its batch's header page, and in the footer."""
-        return PAGE_BYTES + 128 * (number + 1), self._footer + segment.ENTRY_BYTES * number
-
-    def envelope(self, number: int) -> bytes:
-        at = self.places(number)[0]
-        return bytes(self.data[at : at + 128])
 
     def overwrite(self, number: int, at: int, value: bytes) -> None:
         """Part of an envelope. Beyond it, only the footer has more: the offset."""
-        for place in self.places(number)[1 if at >= 128 else 0 :]:
+        for place in self.envelopes(number)[1 if at >= 128 else 0 :]:
             self.data[place + at : place + at + len(value)] = value
 
     def header(self, mark: Mark, namespace: bytes = NAMESPACE) -> None:
         self.data[:PAGE_BYTES] = segment.pack_segment_header(self.name, len(self.data), namespace, mark)
 
-    def put(self, number: int, payload: bytes) -> None:
-        self.data[OFFSETS[number] : OFFSETS[number] + len(payload)] = payload
+    def put_payload(self, number: int, payload: bytes) -> None:
+        self.data[self.offsets[number] : self.offsets[number] + len(payload)] = payload
 
     def checksum(self, number: int) -> None:
         """The digest that a checksum would have."""
-        payload = self.data[OFFSETS[number] : OFFSETS[number] + LENGTHS[number]]
+        payload = self.data[self.payload(number)]
         self.overwrite(number, 112, xxhash.xxh3_128_digest(self.envelope(number)[:112] + payload))
 
-    def save(self, torn: bool) -> None:
+    def save_as(self, torn: bool) -> None:
         """`torn`: without a trailer, so that the batches are scanned."""
-        batch = self.data[PAGE_BYTES : 2 * PAGE_BYTES]
-        batch[112:128] = segment._page_digest(batch)
-        self.data[PAGE_BYTES : 2 * PAGE_BYTES] = batch
-        trailer = self.data[-PAGE_BYTES:]
-        footer = bytes(self.data[self._footer : self._footer + 5 * segment.ENTRY_BYTES])
-        trailer[48:64] = xxhash.xxh3_128_digest(footer)
-        trailer[112:128] = segment._page_digest(trailer)
-        self.data[-PAGE_BYTES:] = trailer
+        self.save()
         self.path.write_bytes(self.data + b"\0" * torn)
 
 
@@ -114,9 +91,7 @@ def trade_envelopes(forger: Forger) -> None:
 def trade_chunks(forger: Forger) -> None:
     """Envelope and payload together: whole chunks, each in the other's place."""
     trade_envelopes(forger)
-    payloads = [bytes(forger.data[OFFSETS[n] : OFFSETS[n] + 4096]) for n in (0, 3)]
-    forger.put(0, payloads[1])
-    forger.put(3, payloads[0])
+    forger.swap(forger.payload(0), forger.payload(3))
 
 
 def claim_more_blocks(forger: Forger) -> None:
@@ -128,16 +103,16 @@ def claim_fewer_blocks(forger: Forger) -> None:
 
 
 def claim_another_place(forger: Forger) -> None:
-    forger.overwrite(0, 128, struct.pack("<Q", OFFSETS[3]))
+    forger.overwrite(0, 128, struct.pack("<Q", forger.offsets[3]))
 
 
 def change_the_payload(forger: Forger) -> None:
-    forger.put(0, EVIL[:4096])
+    forger.put_payload(0, EVIL[:4096])
     forger.checksum(0)
 
 
 def flip_a_bit_and_zero_the_digest(forger: Forger) -> None:
-    forger.data[OFFSETS[0]] ^= 1
+    forger.data[forger.offsets[0]] ^= 1
     forger.overwrite(0, 112, bytes(16))
 
 
@@ -177,7 +152,7 @@ def test_a_changed_index_yields_misses_only(
     torn &= attack is not claim_another_place  # batches name no offsets
     forger = Forger(only_segment(stored(tmp_path / "c", method)))
     attack(forger)
-    forger.save(torn)
+    forger.save_as(torn)
     with Client(tmp_path / "c", LIMIT, protection=under(method)) as client:
         outcome = client.load([*NAMES, key("another")], [*LENGTHS, 4096])
         hit = [1, 2, 4] if attack in (trade_keys, trade_envelopes, trade_chunks) else [1, 2, 3, 4]
@@ -191,7 +166,7 @@ def forge_all(forger: Forger, mark: Mark, flags: int, hashed: int) -> None:
     """A segment of the attacker's own making under the stored keys. `hashed`: the flags that the checksums are for."""
     forger.header(mark)
     for n in range(5):
-        forger.put(n, EVIL[: LENGTHS[n]])
+        forger.put_payload(n, EVIL[: LENGTHS[n]])
         forger.overwrite(n, 6, struct.pack("<H", hashed))
         forger.checksum(n)
         forger.overwrite(n, 6, struct.pack("<H", flags))
@@ -201,7 +176,7 @@ def test_the_same_forgery_passes_a_checksum(tmp_path: Path) -> None:
     """They find damage, not forgery: as docs/format.md says."""
     forger = Forger(only_segment(stored(tmp_path / "c", Method.CHECKSUM)))
     forge_all(forger, NO_MARK, 0, 0)
-    forger.save(torn=False)
+    forger.save_as(torn=False)
     with Client(tmp_path / "c", LIMIT) as client:
         buffers = aligned(LENGTHS)
         assert client.outcome(client.begin("load", client.transfer(NAMES, buffers))).ok.all()
@@ -230,7 +205,7 @@ def test_a_downgrade_yields_misses(
     hashed = flags if hashed is None else hashed
     forger = Forger(only_segment(stored(tmp_path / "c", method)))
     forge_all(forger, Mark(number, key_id, bytes(16)), flags, hashed)
-    forger.save(torn=False)
+    forger.save_as(torn=False)
     with Client(tmp_path / "c", LIMIT, protection=under(method)) as client:
         assert not client.load(NAMES, LENGTHS).ok.any()
         assert client.store(NAMES, LENGTHS).ok.all() and client.load(NAMES, LENGTHS).ok.all()
@@ -243,9 +218,9 @@ def test_chunks_and_files_moved_between_segments_are_misses(tmp_path: Path, meth
     two = Forger(only_segment(stored(tmp_path / "two", method)))
     assert len(one.data) == len(two.data)
     for n in range(5):
-        two.put(n, bytes(one.data[OFFSETS[n] : OFFSETS[n] + LENGTHS[n]]))
+        two.put_payload(n, bytes(one.data[one.payload(n)]))
         two.overwrite(n, 0, one.envelope(n))
-    two.save(torn=False)
+    two.save_as(torn=False)
     with Client(tmp_path / "two", LIMIT, protection=under(method)) as client:
         assert all(client.hits(NAMES)) and not client.load(NAMES, LENGTHS).ok.any()
         assert client.stats()["corrupt"] == 5
@@ -309,7 +284,7 @@ def test_a_key_that_leaked_and_was_dropped_forges_nothing(tmp_path: Path, method
 
 def test_flipped_bits_all_over_a_file(tmp_path: Path, method: Method) -> None:
     path = only_segment(stored(tmp_path / "c", method))
-    good = path.read_bytes()
+    good, offsets = path.read_bytes(), Surgery(path).offsets
     for bit in range(0, 8 * len(good), 8209):
         damaged = bytearray(good)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -318,7 +293,7 @@ def test_flipped_bits_all_over_a_file(tmp_path: Path, method: Method) -> None:
         (tmp_path / "opened" / path.name).write_bytes(damaged)
         with Client(tmp_path / "opened", LIMIT, readers=1, protection=under(method)) as client:
             ok = client.load(NAMES, LENGTHS).ok.tolist()
-        hurt = [at <= bit // 8 < at + length for at, length in zip(OFFSETS, LENGTHS, strict=True)]
+        hurt = [at <= bit // 8 < at + length for at, length in zip(offsets, LENGTHS, strict=True)]
         if bit < 8 * PAGE_BYTES:
             assert not any(ok), "the header page"
         else:
@@ -328,8 +303,6 @@ def test_flipped_bits_all_over_a_file(tmp_path: Path, method: Method) -> None:
 def test_the_layout_that_the_attacks_assume(tmp_path: Path, method: Method) -> None:
     forger = Forger(only_segment(stored(tmp_path / "c", method)))
     for n in range(5):
-        batch, footer = (bytes(forger.data[at : at + 128]) for at in forger.places(n))
+        batch, footer = (bytes(forger.data[at : at + 128]) for at in forger.envelopes(n))
         assert batch == footer and batch[8:40] == NAMES[n] and batch[:8] == b"STWC\1\0" + struct.pack("<H", method)
-        at = forger.places(n)[1] + 128
-        assert forger.data[at : at + 8] == struct.pack("<Q", OFFSETS[n])
         assert batch[:112] == envelope.pack_fields(NAMES[n], NAMESPACE, 3, LENGTHS[n], method)

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.conftest import Stowage
 
+Spoil = Callable[[Path], object]
 LONGEST = 400
 NEXT_STEP = re.compile(
     r"\b(did you mean|add|call|change|check|choose|copy|create|delete|download|give|install|leave|lower|make|mend|move|"
@@ -181,15 +185,66 @@ top --once --url nonsense
 """
 
 
+def told(result: Any, tmp_path: Path) -> str:
+    """What a command that refused its input printed, in one line and without the names of temporary directories."""
+    said = " ".join(result.stderr.replace("\u2502", " ").replace(str(tmp_path), "").split())
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (said, result.exception)
+    assert said and "Traceback" not in said and len(said) <= LONGEST, said
+    return said
+
+
 @pytest.mark.parametrize("line", INPUTS.strip().splitlines())
 def test_a_wrong_input_is_told(line: str, call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(tiny_llama, directory)
-    result = call(*shlex.split(line.replace("DIR", str(directory)).replace("NEW", str(tmp_path / "new"))))
-    said = " ".join(result.stderr.replace("\u2502", " ").replace(str(tmp_path), "").split())
-    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (said, result.exception)
-    assert said and "Traceback" not in said and len(said) <= LONGEST, said
+    line = line.replace("DIR", str(directory)).replace("NEW", str(tmp_path / "new"))
+    said = told(call(*shlex.split(line)), tmp_path)
     assert NEXT_STEP.search(said), f"nothing says what to do: {said}"
+
+
+def with_config(path: Path, **fields: object) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | fields))
+
+
+def only(name: str) -> Spoil:
+    def spoil(path: Path) -> None:
+        for file in path.iterdir():
+            file.unlink()
+        (path / name).write_text("GGUF")
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "arguments", "words"),
+    [
+        (lambda path: (path / "tokenizer.json").write_text("{}"), ("run", "DIR", "-p", "x"), ["Download tokenizer"]),
+        (lambda path: with_config(path, hidden_size=65), ("run", "DIR", "-p", "x"), ["config.json", "multiple"]),
+        (only("model.gguf"), ("run", "DIR", "-p", "x"), ["no whole GGUF file", "download it again"]),
+        (only("model.gguf"), ("run", "DIR/model.gguf", "-p", "x"), ["no whole GGUF file", "download it again"]),
+        (only("model.gguf"), ("plan", "DIR/model.gguf"), ["no whole GGUF file", "download it again"]),
+        (None, ("run", "DIR/other.gguf", "-p", "x"), ["does not exist", "ORG/NAME:Q4_K_M"]),
+        (only("adapter_config.json"), ("plan", "DIR"), ["/model holds no config.json", "hub id"]),
+        (None, ("run", "DIR", "-p", "x", "--device", "mps"), ["built without mps", "Use cpu"]),
+        (None, ("run", "DIR", "-p", "x", "--kv-cache-memory", "4000TiB"), ["cannot be had", "--kv-cache-memory"]),
+        (None, ("run", "no-such/model", "-p", "x"), ["HF_HUB_OFFLINE is set", "Unset"]),
+        (None, ("serve", "DIR", "--host", "no such name"), ["STOWAGE_HOST", "--host 127.0.0.1"]),
+        (None, ("tiny", "llama", "NEW", "--heads", "0"), ["--heads"]),
+        (None, ("tiny", "llama", "NEW", "--kv-heads", "3"), ["3 key-value heads"]),
+        (None, ("tiny", "llama", "NEW", "--layers", "-1"), ["--layers"]),
+    ],
+)
+def test_what_is_told_of_a_wrong_input(
+    spoil: Spoil | None, arguments: tuple[str, ...], words: list[str], call: Stowage, tiny_llama: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_llama, directory)
+    if spoil is not None:
+        spoil(directory)
+    named = [argument.replace("DIR", str(directory)).replace("NEW", str(tmp_path / "new")) for argument in arguments]
+    said = told(call(*named), tmp_path)
+    assert all(word in said for word in words), said
 
 
 def test_others_may_read_what_tiny_writes_as_they_may_read_other_files(tiny_llama: Path) -> None:

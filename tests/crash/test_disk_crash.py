@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk_client import Client, key, keys_of, segments, steady_bytes, used_bytes
+from tests.disk_client import Client, key, keys_of, segments, used_bytes
 from tests.nursery import Nursery, wait_until
 from tests.syscall_trap import Board
 
@@ -139,33 +139,3 @@ def test_a_writer_that_is_stopped_and_goes_on(tmp_path: Path, nursery: Nursery) 
         assert client.stats()["corrupt"] == 0
         client.check()
     writer.kill()
-
-
-@pytest.mark.rare
-def test_two_processes_under_one_small_limit(tmp_path: Path, nursery: Nursery) -> None:
-    """Both write at full speed and verify what they read; the directory is watched all the time."""
-    samples = []
-    with Client(tmp_path / "c", LIMIT, refresh_s=0.05) as client:
-        writers = [Writer(nursery, tmp_path / "c", LIMIT, f"w{n}") for n in range(2)]
-        most = 20_000  # more than a writer can write in that time: what it wrote last is there
-        keys = [key((f"w{w}", n)) for w in range(2) for n in range(most)]
-        until_s = time.monotonic() + 4
-        while time.monotonic() < until_s:
-            samples.append(steady_bytes(tmp_path / "c"))
-            live = [at for at, hit in enumerate(client.hits(keys)) if hit][:200]
-            client.load([keys[at] for at in live], [length_of(at % most) for at in live])
-        counts = [writer.stop() for writer in writers]
-        last = range(counts[1] - 8, counts[1])  # nobody writes any more, so nobody takes its room
-        found = [key(("w1", n)) for n in last]
-        client.wait_for(found)
-        assert client.load(found, [length_of(n) for n in last]).ok.all(), "the third one finds what it wrote"
-        for writer in writers:
-            writer.kill()
-        assert max(samples) <= LIMIT, f"{max(samples)} bytes of {LIMIT} after {len(samples)} samples"
-        assert max(samples) > LIMIT * 2 // 3 and len(samples) > 20, "the limit was reached and watched"
-        assert min(counts) > 100, "both wrote"
-        assert client.stats()["corrupt"] == 0
-    with Client(tmp_path / "c", LIMIT) as client:
-        client.check()
-        assert len(client.tier._index) > 0
-    assert used_bytes(tmp_path / "c") <= LIMIT

@@ -186,6 +186,13 @@ def assert_same(completion: object, answer: Answer) -> None:
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < LOGPROB_BOUND
 
 
+def leave_only_disk(engine: Engine) -> None:
+    """Nothing is left on the device and in host memory; all of it is in the tiers below."""
+    assert engine.flush()
+    engine.drop_device_cache()
+    engine.drop_host()
+
+
 def assert_well(engine, references, family, prompt):
     """It answers, and right, and nothing is held that nobody has."""
     (completion,) = engine.generate([prompt], greedy(8))

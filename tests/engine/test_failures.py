@@ -23,7 +23,7 @@ from stowage.storage.disk import DiskTier
 from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from tests.engine.conftest import assert_same, greedy, random_prompt
+from tests.engine.conftest import assert_same, greedy, leave_only_disk, random_prompt
 from tests.forked import exit_code_of_a_child
 from tests.nursery import QUICKLY
 
@@ -69,12 +69,6 @@ def ask(engine, references, family, prompt=PROMPT):
     (completion,) = engine.generate([prompt], greedy(8))
     assert_same(completion, references(family).answer(prompt, 8))
     return completion.reused_tokens
-
-
-def leave_only_disk(engine):
-    assert engine.flush()
-    engine.drop_device_cache()
-    engine.drop_host()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -332,26 +326,6 @@ def test_two_engines_share_one_directory(engines, references, tmp_path):
     other = random_prompt(400, seed=77)
     ask(second, references, "gemma3", other)
     ask(first, references, "gemma3", other)
-
-
-def test_a_bug_ends_every_request_and_hangs_none(engines):
-    """An error that is no operating error stops the engine, tells everyone, and refuses what comes after."""
-    from stowage.errors import StowageError
-
-    engine = engines("llama")
-
-    def broken(work):
-        raise ZeroDivisionError("a bug")
-
-    engine.parts.runner.run = broken
-    request = engine.submit(random_prompt(20), greedy(4))
-    assert request.wait(30)
-    with pytest.raises(StowageError, match="a bug"):
-        request.result()
-    engine._loop.thread.join(10)
-    with pytest.raises(StowageError, match="stopped"):
-        engine.generate([random_prompt(20)], greedy(4))
-    engine._loop.closing = True
 
 
 def test_an_idle_engine_finds_what_is_broken_in_it(engines, monkeypatch):

@@ -21,7 +21,7 @@ from stowage.executor.fallback.cache_layers import At, PooledRows
 from stowage.models.namespace import block_tokens_of
 from stowage.testing import tiny_models
 from tests.depth import mostly_rare
-from tests.engine.conftest import assert_same, greedy, random_prompt
+from tests.engine.conftest import assert_same, greedy, leave_only_disk, random_prompt
 from tests.engine.families.world import World
 from tests.engine.test_prompt_logprobs import assert_scored
 
@@ -35,12 +35,6 @@ def ask(engine, references, family, prompt=PROMPT, salt=""):
     (completion,) = engine.generate([prompt], greedy(4), salt=salt)
     assert_same(completion, references(family).answer(prompt, 4))
     return {tier: tokens for tier, tokens in completion.reused_tokens.items() if tokens}
-
-
-def leave_only_disk(engine):
-    assert engine.flush()
-    engine.drop_device_cache()
-    engine.drop_host()
 
 
 @pytest.mark.parametrize("family", mostly_rare(BOTH, ["deepseek_v32"]))

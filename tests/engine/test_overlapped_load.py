@@ -19,7 +19,7 @@ from stowage.engine.engine import Engine
 from stowage.errors import TransferError
 from stowage.storage.protocol import Outcome, Transfer
 from tests.depth import mostly_rare
-from tests.engine.conftest import assert_nothing_is_pinned, assert_same, greedy, random_prompt
+from tests.engine.conftest import assert_nothing_is_pinned, assert_same, greedy, leave_only_disk, random_prompt
 from tests.nursery import wait_until
 
 PROMPT_TOKENS = 700
@@ -89,15 +89,9 @@ def stored(path: Any, tier: HeldTier, prompt: list[int], after: Sequence[float])
     """An engine whose tier alone has the prompt, and brings it as ``after`` says."""
     with engine_with(path, tier) as engine:
         engine.generate([prompt], greedy(1))
-        leave_below(engine)
+        leave_only_disk(engine)
         tier.begin(after)
         yield engine
-
-
-def leave_below(engine: Engine) -> None:
-    assert engine.flush()
-    engine.drop_device_cache()
-    engine.drop_host()
 
 
 @pytest.mark.parametrize("family", mostly_rare(FAMILIES, ["llama", "gemma3", "qwen3_next", "deepseek_v3", "falcon"]))
@@ -107,7 +101,7 @@ def test_front_computed_and_end_loaded(family, checkpoints, references):
     expected = references(family).answer(prompt, NEW)
     with engine_with(checkpoints(family), tier) as engine:
         assert_same(engine.generate([prompt], greedy(NEW))[0], expected)
-        leave_below(engine)
+        leave_only_disk(engine)
         tier.begin((100,))
         before = engine._kv_manager.counters.tokens_computed
         (completion,) = engine.generate([prompt], greedy(NEW))
@@ -133,7 +127,7 @@ def test_deterministic_bits(family, checkpoints):
     with engine_with(checkpoints(family), tier, deterministic=True) as engine:
         (alone,) = engine.generate([prompt], greedy(NEW))
         for after in (1, 200, 400):
-            leave_below(engine)
+            leave_only_disk(engine)
             tier.begin((after,))
             (completion,) = engine.generate([prompt], greedy(NEW))
             assert completion.token_ids == alone.token_ids
@@ -246,7 +240,7 @@ def test_what_host_has_is_where_it_begins(family, checkpoints, references):
     expected = references(family).answer(prompt, NEW)
     with engine_with(checkpoints(family), tier) as engine:
         engine.generate([prompt], greedy(1))
-        leave_below(engine)
+        leave_only_disk(engine)
         engine.generate([prompt[:200]], greedy(1))  # three chunks come into host
         engine.drop_device_cache()
         tier.begin((100,))
@@ -271,7 +265,7 @@ def test_many_at_once_on_a_small_device(family, checkpoints, references, monkeyp
     with engine_with(checkpoints(family), tier, kv_cache_memory="1MiB" if family != "qwen3_next" else "4MiB") as engine:
         for prompt in prompts:
             engine.generate([prompt], greedy(1))
-        leave_below(engine)
+        leave_only_disk(engine)
         tier.begin((50, 120, 200, 300, 420, 560))
         for prompt, completion in zip(prompts, engine.generate(prompts, greedy(NEW)), strict=True):
             assert_same(completion, references(family).answer(prompt, NEW))
@@ -289,7 +283,7 @@ def test_nothing_is_computed_twice_while_others_wait(checkpoints, references):
     with engine_with(checkpoints("llama"), tier) as engine:
         for prompt in prompts:
             engine.generate([prompt], greedy(1))
-        leave_below(engine)
+        leave_only_disk(engine)
         tier.begin((0,))
         for prompt, completion in zip(prompts, engine.generate(prompts, greedy(NEW)), strict=True):
             assert_same(completion, references("llama").answer(prompt, NEW))
@@ -302,7 +296,7 @@ def test_pieces_are_asked_for_from_the_end(checkpoints, monkeypatch):
     tier, prompt = HeldTier(64 << 20), random_prompt(PROMPT_TOKENS)
     with engine_with(checkpoints("llama"), tier) as engine:
         engine.generate([prompt], greedy(1))
-        leave_below(engine)
+        leave_only_disk(engine)
         begins: list[list[int]] = []
         ask = overlapped_load.OverlappedLoad.ask
 

@@ -28,7 +28,7 @@ from stowage.testing import tiny_models
 from stowage.testing.faults import FaultyFileSystem, Hang
 from tests import syscall_trap
 from tests.depth import mostly_rare
-from tests.engine.conftest import greedy, random_prompt
+from tests.engine.conftest import greedy, leave_only_disk, random_prompt
 from tests.nursery import QUICKLY, Nursery, wait_until
 from tests.syscall_trap import Board
 
@@ -123,12 +123,6 @@ def act(kind: str, library: str, scenario: str, directory: str, *arguments: Any)
     memory = Memory(kv_cache_memory="8MiB", host_memory="32MiB", disk=f"{directory}:256MiB")
     result = globals()[scenario](functools.partial(Engine, held[0], memory), stalls, *arguments)
     Path(directory + ".json").write_text(json.dumps(result))
-
-
-def leave_only_disk(engine: Engine) -> None:
-    assert engine.flush()
-    engine.drop_device_cache()
-    engine.drop_host()
 
 
 def prompts(count: int) -> list[list[int]]:

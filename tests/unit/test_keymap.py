@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 
 from stowage.cache.keymap import KeyMap, present_slots
-
-
-def keys(*names: int) -> list[bytes]:
-    return [name.to_bytes(32, "little") for name in names]
+from tests.flow_setup import keys
 
 
 def two_replaced() -> KeyMap:

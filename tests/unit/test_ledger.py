@@ -8,12 +8,9 @@ from numpy.typing import NDArray
 
 from stowage.cache.ledger import Ledger, State
 from stowage.cache.policy.lru import LRU
+from tests.flow_setup import keys
 
 FULL = 0b1111
-
-
-def keys(*names: int) -> list[bytes]:
-    return [name.to_bytes(32, "little") for name in names]
 
 
 def masks(*values: int) -> NDArray[np.uint64]:

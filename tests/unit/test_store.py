@@ -14,6 +14,7 @@ from stowage.cache.store import Fetch, TieredStore
 from stowage.core.geometry import Geometry, Group, Kind
 from stowage.errors import BudgetError, ConfigError, StorageError
 from stowage.storage.protocol import Outcome, Transfer
+from tests.flow_setup import keys
 
 GEOMETRY = Geometry((Group(0, Kind.FULL, 16, 4, 1000), Group(1, Kind.SLIDING, 16, 4, 5000, window=64)))
 FULL = 0b1111
@@ -92,10 +93,6 @@ class MemoryTier:
     def close(self, deadline_s: float) -> None:
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-
-
-def keys(*names: int) -> list[bytes]:
-    return [name.to_bytes(32, "little") for name in names]
 
 
 def content(name: int, group: int) -> bytes:

@@ -14,16 +14,13 @@ import pytest
 
 from stowage.core.table import is_built, make_rows, make_slots, native, rows, slots
 from stowage.core.table.rows import EXTENT
+from tests.flow_setup import keys
 
 built = pytest.mark.skipif(not is_built(), reason="the kernel was not built: no C compiler when it was installed")
 BOTH = ["Python", pytest.param("C", marks=built)]
 MODULES: dict[str, Any] = {"Python": (rows.Rows, slots.Slots)}
 if is_built():
     MODULES["C"] = (native._native.Rows, native._native.Slots)
-
-
-def keys(*names: int) -> list[bytes]:
-    return [name.to_bytes(32, "little") for name in names]
 
 
 def joined(names: list[bytes]) -> np.ndarray:
