@@ -23,6 +23,8 @@ _SHORT = {
     "-sc": "speculative_config",
 }
 _FLAGS, _SETTINGS = "vLLM's flags", "settings"
+_NO_FILES = ("ipc_cache", "modelexpress", "tensorizer")
+"""Formats of ``--load-format`` whose weights are no files of the model."""
 _SETTINGS_FIX = "Change the setting that is named; docs/vllm.md lists all of them."
 
 
@@ -178,6 +180,12 @@ def check_flags(flags: Mapping[str, str], *, recurrent: bool) -> list[Check]:
     if flags.get("load_format") == "dummy":
         fix = "Nothing to do for a trial; otherwise leave --load-format out."
         checks.append(Check(_FLAGS, "note", "random weights: what is stored serves that process alone", fix))
+    elif flags.get("load_format") in _NO_FILES or flags.get("model_weights"):
+        fix = "Load from a directory or the hub where later processes shall find what was stored."
+        checks.append(Check(_FLAGS, "note", "weights that are no files of the model serve that process alone", fix))
+    if any(name in flags.get("pooler_config", "") for name in ("MEAN", "CLS", "STEP")):
+        fix = "Leave the connector out."
+        checks.append(_refused("pooling of all of a prompt's hidden states leaves nothing to load", fix))
     if _is_on(flags, "disable_log_stats"):
         checks.append(Check(_FLAGS, "note", "no metrics, Stowage's neither", "Leave --disable-log-stats out."))
     for name in ("prefix_caching_hash_algo", "enable_prefix_caching"):
