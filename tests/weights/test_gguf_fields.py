@@ -233,3 +233,10 @@ def test_fields_mean_what_they_mean_to_llama_cpp(
     fields = {f"{gguf_files.arch_of(plain.config)}.{key}": value for key, value in own.items()}
     loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", tokens=fields)).model
     assert torch.allclose(logits(loaded, prompt(100)), logits(plain, prompt(100)), atol=5e-4)
+
+
+def test_biases_of_a_hybrid_whose_first_layer_has_no_attention_are_read(tmp_path: Path) -> None:
+    plain = model_of("granitemoehybrid", tmp_path / "model", **FAMILIES["granitemoehybrid"], attention_bias=True)
+    assert plain.config.layer_types[0] == "linear_attention"
+    loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf")).model
+    assert torch.allclose(logits(loaded, prompt()), logits(plain, prompt()), atol=1e-4)

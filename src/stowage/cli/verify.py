@@ -134,7 +134,7 @@ def _print_report(model: str, report: "Report") -> None:
     if (beside := report.model) is not None:
         print(
             f"Beside Transformers log-probabilities differ by up to {beside.difference:.1e}; its own differ by "
-            f"{beside.own:.1e} when a prompt is given in pieces. "
+            f"{beside.own:.1e} in another order or rounding. "
             + ("It is the same model." if beside.same else f"IT IS ANOTHER MODEL (the bound is {beside.bound:.1e}).")
         )
 

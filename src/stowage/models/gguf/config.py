@@ -57,12 +57,13 @@ _MORE: Final[Sequence[tuple[str, str]]] = (
 )
 """Fields that Transformers' tables lack for some families which have them."""
 _BIASES: Final[Mapping[str, tuple[str, ...]]] = {
-    "attention_bias": ("blk.0.attn_q.bias", "blk.0.attn_output.bias"),
-    "attention_out_bias": ("blk.0.attn_output.bias",),
-    "mlp_bias": ("blk.0.ffn_up.bias",),
-    "use_bias": ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"),
-    "use_qkv_bias": ("blk.0.attn_q.bias",),
+    "attention_bias": ("attn_q.bias", "attn_output.bias"),
+    "attention_out_bias": ("attn_output.bias",),
+    "mlp_bias": ("ffn_up.bias",),
+    "use_bias": ("attn_q.bias", "attn_qkv.bias"),
+    "use_qkv_bias": ("attn_q.bias",),
 }
+"""Tensors of some layer, since not all of a hybrid's have attention."""
 _NOT_AT_ALL: Final[Mapping[str, float | None]] = {
     "attn_logit_softcapping": None,
     "embedding_scale": 1.0,
@@ -161,9 +162,8 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
             entries[name] = value if family in OWN else alike(value)
         if value == 0.0 and key in _NOT_AT_ALL and name in known:
             entries[name] = _NOT_AT_ALL[key]
-    for name, tensors in _BIASES.items():
-        if name in known:
-            entries[name] = any(tensor in file.tensors for tensor in tensors)
+    biases = {name.split(".", 2)[-1] for name in file.tensors if name.endswith(".bias")}
+    entries |= {name: not biases.isdisjoint(ends) for name, ends in _BIASES.items() if name in known}
     wide = number(file, "attention.key_length") not in (0, number(file, "embedding_length") // max(heads, 1))
     if (table not in GGUF_CONFIG_MAPPING and "head_dim" in known) or (wide and not _has_latents(file)):
         entries["head_dim"] = head_size(file)  # models ask for it whose configs do not name it, as Qwen3's mixtures
