@@ -1,9 +1,13 @@
 """``stowage doctor`` and the checks behind it."""
 
+import errno
 import importlib.metadata
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,6 +139,34 @@ def test_cache_directory_of_another_user(tmp_path: Path) -> None:
 def test_a_limit_beyond_the_free_space_is_noted(tmp_path: Path) -> None:
     assert checks.check_free(tmp_path, tmp_path, 1 << 60).level == "note"
     assert checks.check_free(tmp_path, tmp_path, 1).level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("code", "level", "says"),
+    [
+        (errno.EROFS, "problem", "no file can be written in"),
+        (errno.EACCES, "problem", "no file can be written in"),
+        (errno.ENOSPC, "note", "is full"),
+        (errno.EDQUOT, "note", "is full"),
+    ],
+)
+def test_a_disk_that_takes_nothing(
+    code: int, level: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a server would end on is a problem, and none of it is said to be about direct reads."""
+
+    def refuse(**_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    found = checks.check_direct(tmp_path)
+    assert (found.level, says in found.found) == (level, True), found
+    assert os.strerror(code) in found.found and "page cache" not in found.fix
+
+
+def test_no_limit_of_0_bytes_is_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert checks.check_free(tmp_path, tmp_path, 1 << 20).fix == "Free some."
 
 
 def test_direct_reads_leave_nothing_behind(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Versions are read from the installed packages' metadata, so nothing heavy is imp
 check of direct reads writes one temporary file beside the cache and removes it.
 """
 
+import errno
 import importlib.metadata
 import os
 import shutil
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from stowage.storage.remote.tier import RemoteTier
 
 _DIRECT_BYTES = 4096
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHARED_S = 5.0
 _DRIVER = Path("/proc/driver/nvidia/version")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -246,8 +248,8 @@ def check_free(directory: Path, existing: Path, limit_bytes: int) -> Check:
     free_bytes = shutil.disk_usage(existing).free
     text = f"{format_size(free_bytes)} free, {format_size(held_bytes)} held, limit {format_size(limit_bytes)}"
     if held_bytes + free_bytes < limit_bytes:
-        reachable = format_size(held_bytes + free_bytes)
-        return Check("disk space", "note", text, f"Free some, or set the limit below {reachable}.")
+        below = f", or set the limit below {format_size(held_bytes + free_bytes)}" if held_bytes + free_bytes else ""
+        return Check("disk space", "note", text, f"Free some{below}.")
     return Check("disk space", "ok", text)
 
 
@@ -264,13 +266,26 @@ def check_direct(existing: Path) -> Check:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".stowage-doctor-") as probe:
             probe.write(bytes(_DIRECT_BYTES))
             probe.flush()
-            os.close(os.open(probe.name, os.O_RDONLY | os.O_DIRECT))
-    except PermissionError:
-        return Check(name, "problem", f"no file can be written in {existing}", "Choose another directory.")
+            refusal = _refused_direct(probe.name)
     except OSError as error:
+        if error.errno in _FULL:
+            return Check(name, "note", f"not tried: {existing} is full ({error.strerror})", "Free some room.")
+        return Check(
+            name, "problem", f"no file can be written in {existing} ({error.strerror})", "Choose another directory."
+        )
+    if refusal:
         fix = "Reads go through the page cache, which holds the bytes twice. Best is a local ext4 or xfs."
-        return Check(name, "note", f"refused by the file system of {existing} ({error.strerror})", fix)
+        return Check(name, "note", f"refused by the file system of {existing} ({refusal})", fix)
     return Check(name, "ok", f"work in {existing}")
+
+
+def _refused_direct(file: str) -> str:
+    """Why a file cannot be opened for direct reads; empty: it can."""
+    try:
+        os.close(os.open(file, os.O_RDONLY | os.O_DIRECT))
+    except OSError as error:
+        return str(error.strerror)
+    return ""
 
 
 def check_shared(settings: Settings) -> list[Check]:
