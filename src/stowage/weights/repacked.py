@@ -20,6 +20,7 @@ __all__ = ["Image", "usual_place"]
 
 _ALIGNED_BYTES = 64
 _WRITTEN_BYTES = 8 << 20
+_ELSEWHERE = "Name a directory that has room for them with disk, as DIR:SIZE."
 
 
 def usual_place(mounts: Path = Path("/proc/self/mounts")) -> tuple[Path, int] | None:
@@ -51,7 +52,9 @@ class Image:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StorageError(f"no file for weights can be made in {directory}: {error.strerror}.") from error
+            raise StorageError(
+                f"no file for weights can be made in {directory}: {error.strerror}. {_ELSEWHERE}"
+            ) from error
         direct = -1
         try:
             direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
@@ -86,7 +89,9 @@ class Image:
                     done += os.pwrite(self.file.fd, part[done:], offset + at + done)
             os.ftruncate(self.file.fd, end)
         except OSError as error:
-            raise StorageError(f"{self.file.path.parent} does not take the weights: {error.strerror}.") from error
+            raise StorageError(
+                f"{self.file.path.parent} does not take the weights: {error.strerror}. {_ELSEWHERE}"
+            ) from error
         self._used_bytes = offset + raw.nbytes
         self.file.settle()
         return Segment(self.file, offset, raw.nbytes)
