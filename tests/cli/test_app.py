@@ -25,6 +25,7 @@ COMMANDS = [
     "config",
     "key",
 ]
+LONG = "x" * 300
 HEAVY = {"torch", "transformers", "tokenizers", "numpy", "safetensors", "blake3", "huggingface_hub"}
 
 
@@ -75,3 +76,14 @@ def test_debug_shows_the_traceback(call_process: OwnProcess, flags: list[str], e
     done = call_process("config", "show", "--host-memory", "lots", *flags, **environment)
     assert done.returncode != 0
     assert "Traceback" in done.stderr and "ConfigError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("stats", LONG), ("scrub", LONG), ("doctor", "--disk", f"{LONG}:1GiB"), ("plan", f"./{LONG}")],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_name_that_no_file_system_takes(arguments: tuple[str, ...], call: Stowage) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.endswith("no file system takes names of this length. Give a shorter one.\n")

@@ -1,5 +1,7 @@
-"""Puts the commands together, and turns every StowageError into one paragraph on stderr and exit status 2."""
+"""Puts the commands together, and turns every StowageError, and a name that is too long, into one paragraph on
+stderr and exit status 2."""
 
+import errno
 from typing import Annotated, Any
 
 import typer
@@ -41,6 +43,11 @@ class _Group(TyperGroup):
             if told is None or wants_traceback(ctx):
                 raise
             complain(str(told))
+            raise typer.Exit(2) from error
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG or wants_traceback(ctx):
+                raise
+            complain(f"{error.filename}: no file system takes names of this length. Give a shorter one.")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(130) from interrupt
