@@ -205,9 +205,9 @@ static inline ALWAYS void avx2_scales_6(const uint8_t *block, float *scales, flo
 }
 
 /* Halves of powers of two, whose exponents are bytes: see `power_of`. */
-static inline ALWAYS __m256 avx2_powers(const uint8_t *from)
+static inline ALWAYS __m256 avx2_powers(__m128i bytes)
 {
-    __m256i v = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)), quiet = _mm256_set1_epi32(0x400000);
+    __m256i v = _mm256_cvtepu8_epi32(bytes), quiet = _mm256_set1_epi32(0x400000);
     __m256i odd = _mm256_or_si256(_mm256_cmpeq_epi32(v, _mm256_setzero_si256()), _mm256_cmpeq_epi32(v, _mm256_set1_epi32(255)));
     v = _mm256_or_si256(_mm256_slli_epi32(v, 23), _mm256_and_si256(odd, quiet));
     return _mm256_mul_ps((__m256)v, _mm256_set1_ps(0.5f));
@@ -236,12 +236,12 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
         }
     } else if (format == MXFP4 && job->kind == SCALES_E8M0)
         for (; b < eights; b += 8)
-            _mm256_storeu_ps(scales + b, avx2_powers(row->scales + k / DYNAMIC_BLOCK + b));
+            _mm256_storeu_ps(scales + b, avx2_powers(_mm_loadl_epi64((const __m128i *)(row->scales + k / DYNAMIC_BLOCK + b))));
     else if (format == MXFP4_BLOCK)
         for (; b < eights; b += 8) {
-            uint8_t powers[8];
-            UNROLLED for (int i = 0; i < 8; i++)
-                powers[i] = at[(b + i) * bytes];
+            const uint8_t *own = at + b * bytes;
+            __m128i powers = _mm_setr_epi8((char)own[0], (char)own[17], (char)own[34], (char)own[51], (char)own[68], (char)own[85],
+                                           (char)own[102], (char)own[119], 0, 0, 0, 0, 0, 0, 0, 0);
             _mm256_storeu_ps(scales + b, avx2_powers(powers));
         }
     else if (format == PLAIN)

@@ -154,7 +154,7 @@ static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
     for (int64_t row = 0; row < job->rows; row += PANEL) {
         int64_t rows = job->rows - row < PANEL ? job->rows - row : PANEL;
 #if LANES == 8
-        if (rows <= FEW && avx2_has_dots(job)) {
+        if (avx2_has_dots(job, rows)) {
             for (int64_t n = begin, wide; n < end; n += wide) {
                 wide = end - n < 2 ? 1 : 2;
                 for (int64_t k = 0; k < job->inputs; k += DEPTH)

@@ -1,77 +1,165 @@
 /* Weights in block formats as floats with AVX2, from the codes of codes_avx2.h: to the bit what formats.h makes of them. */
 
-/* The nearest of bfloat16, halfway cases to even, of numbers whose size is below 2^96: v (2^16 - 1) is rounded to where the
- * eighth bit of v is, and what is left of v 2^16 is v, rounded there. (Not 2^16 + 1 as by Veltkamp, because that may have
- * another exponent than v 2^16.) */
-static inline ALWAYS __m256 avx2_nearest_half(__m256 v)
+/* Weights are computed 2^16 times as large: that minus the weight is rounded to where the eighth bit of the weight is, and what
+ * is left is the weight, rounded there to the nearest of bfloat16, halfway cases to even. (Not plus, as by Veltkamp, because
+ * that may have another exponent.) Of sizes below 2^96. */
+#define AVX2_LARGER 65536.0f
+#define AVX2_ROWS 2
+static inline ALWAYS __m256 avx2_nearest_half(__m256 larger)
 {
-    return _mm256_fmsub_ps(v, _mm256_set1_ps(65536), _mm256_mul_ps(v, _mm256_set1_ps(65535)));
+    return _mm256_sub_ps(larger, _mm256_fnmadd_ps(larger, _mm256_set1_ps(1 / AVX2_LARGER), larger));
 }
 
-/* Blocks 2 p and 2 p + 1 of a group, of each four codes that are even in their order, then the odd ones: so halves of a
- * register have what comes first of eight codes, and then. */
-static inline ALWAYS void avx2_dealt(__m256i first, __m256i second, int large, __m256i blocks[2])
-{
-    __m256i sign = _mm256_set1_epi8((char)(large ? 128 : 0));
-    __m256 a = (__m256)_mm256_xor_si256(first, sign), b = (__m256)_mm256_xor_si256(second, sign);
-    avx2_parted((__m256i)_mm256_shuffle_ps(a, b, 0x88), (__m256i)_mm256_shuffle_ps(a, b, 0xdd), &blocks[0], &blocks[1]);
-}
-
-/* Such a block before its codes are numbers: floats of a fraction that ends with a code. One of 8 bits is the ninth to 16th
- * bit of it, which is 2^15 and the code; a smaller one the first to seventh, which is 2^7 and the code. That and the bias,
- * times a scale of at most 19 bits, is a float, so a fused product is the code's number. */
-typedef struct {
-    __m256i codes[4];
-    __m256 scale[2], more[2]; /* of the first 16 and of the others; what is added or, of `long_scales`, subtracted first */
-} Avx2Block;
-
-/* `more`: a least value, or a second scale, or of scales of more bits what is to be subtracted from a code. */
-static inline ALWAYS Avx2Block avx2_block(DynamicKind kind, int size, int bias, int long_scales, __m256i codes, float own,
-                                          float more)
-{
-    __m256i none = _mm256_setzero_si256(), high = _mm256_set1_epi8(0x43), large = _mm256_set1_epi16(0x4700);
-    __m256i low = size == LARGE ? none : codes, top = size == LARGE ? codes : high;
-    __m256i halves[2] = {_mm256_unpacklo_epi8(low, top), _mm256_unpackhi_epi8(low, top)};
-    __m256 less = _mm256_set1_ps((size == LARGE ? -32768.0f : -128.0f) - (float)bias);
-    Avx2Block block = {.scale = {_mm256_set1_ps(own), _mm256_set1_ps(own)}};
-    UNROLLED for (int i = 0; i < 2; i++) {
-        __m256i first = size == LARGE ? halves[i] : none, then = size == LARGE ? large : halves[i];
-        block.codes[2 * i] = _mm256_unpacklo_epi16(first, then);
-        block.codes[2 * i + 1] = _mm256_unpackhi_epi16(first, then);
-        if (kind == TWO && i == 1)
-            block.scale[1] = _mm256_set1_ps(more);
-        block.more[i] = kind == LEAST || long_scales ? _mm256_set1_ps(more) : _mm256_mul_ps(block.scale[i], less);
+/* Eight codes from 8 `i` on of block b of a group, which lie in whole bytes or halves. */
+#define WHOLE(format, CODES)                                                                                           \
+    static inline ALWAYS __m256i whole_avx2_##format(const uint8_t *at UNUSED, int part UNUSED, int b UNUSED, int i UNUSED) \
+    {                                                                                                                  \
+        return CODES;                                                                                                  \
     }
-    return block;
+static inline ALWAYS __m256i avx2_half_bytes(const uint8_t *at, int high)
+{
+    __m256i v = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at));
+    return high ? _mm256_srli_epi32(v, 4) : _mm256_and_si256(v, _mm256_set1_epi32(15));
 }
 
-/* Its numbers from 8 `i` on. */
-static inline ALWAYS __m256 avx2_number(DynamicKind kind, int long_scales, int rounded, const Avx2Block *block, int i)
+static inline ALWAYS __m256i avx2_turns(const uint8_t *at)
 {
-    __m256 code = (__m256)block->codes[i], more = block->more[i / 2];
-    if (kind == LEAST || long_scales)
-        code = _mm256_sub_ps(code, long_scales ? more : _mm256_set1_ps(128));
-    code = long_scales ? _mm256_mul_ps(code, block->scale[i / 2]) : _mm256_fmadd_ps(code, block->scale[i / 2], more);
-    return rounded ? avx2_nearest_half(code) : code;
+    __m256i v = _mm256_srlv_epi32(_mm256_set1_epi32((int)read_word(at)), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+    return _mm256_and_si256(v, _mm256_set1_epi32(15));
+}
+WHOLE(q8_0, _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at + 34 * b + 2 + 8 * i))))
+WHOLE(q4_0, avx2_half_bytes(at + 18 * b + 2 + 8 * (i % 2), i / 2))
+WHOLE(q4_1, avx2_half_bytes(at + 20 * b + 4 + 8 * (i % 2), i / 2))
+WHOLE(q4_k, avx2_half_bytes(at + 16 + 64 * part + b / 2 * 32 + 8 * i, b % 2))
+WHOLE(packed4, avx2_half_bytes(at + 32 * b + 8 * i, 0))
+WHOLE(packed4_high, avx2_half_bytes(at + 32 * b + 8 * i, 1))
+WHOLE(int4, avx2_turns(at + 16 * b + 4 * i))
+WHOLE(int4_least, avx2_turns(at + 16 * b + 4 * i))
+#define NO_WHOLE(format) WHOLE(format, _mm256_setzero_si256())
+NO_WHOLE(q5_0) NO_WHOLE(q5_1) NO_WHOLE(q5_k) NO_WHOLE(q6_k) NO_WHOLE(mxfp4) NO_WHOLE(mxfp4_block)
+#undef NO_WHOLE
+#undef WHOLE
+
+/* Those of others, of 5 or 6 bits: blocks 2 p and 2 p + 1 of a group in a register each, of every eight codes four in the first
+ * half and four in the other. */
+#define DEALT(format)                                                                                                  \
+    static inline ALWAYS void dealt_avx2_##format(const uint8_t *at UNUSED, int part UNUSED, int p UNUSED, __m256i blocks[2])
+#define BOTH UNROLLED for (int b = 0; b < 2; b++)
+
+static inline ALWAYS __m256i avx2_dealt(const uint8_t *at)
+{
+    return _mm256_permutevar8x32_epi32(avx2_32(at), _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+}
+
+static inline ALWAYS __m256i avx2_split(const uint8_t *at)
+{
+    __m256i v = (__m256i)_mm256_permutevar_ps((__m256)avx2_twice(at), _mm256_setr_epi32(0, 2, 0, 2, 1, 3, 1, 3));
+    return avx2_low(_mm256_srlv_epi64(v, _mm256_setr_epi64x(0, 4, 0, 4)));
+}
+
+static inline ALWAYS __m256i avx2_fifths(const uint8_t *at)
+{
+    __m256i which = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0x01010101, 0x02020202, 0x03030303));
+    __m256i bit = _mm256_setr_m128i(_mm_set1_epi32(0x08040201), _mm_set1_epi32((int)0x80402010));
+    __m256i bits = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)read_word(at)), which), bit);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(bits, bit), _mm256_set1_epi8(16));
+}
+
+DEALT(q5_0)
+{
+    BOTH blocks[b] = _mm256_or_si256(avx2_split(at + 44 * p + 22 * b + 6), avx2_fifths(at + 44 * p + 22 * b + 2));
+}
+
+DEALT(q5_1)
+{
+    BOTH blocks[b] = _mm256_or_si256(avx2_split(at + 48 * p + 24 * b + 8), avx2_fifths(at + 48 * p + 24 * b + 4));
+}
+
+DEALT(q5_k)
+{
+    __m256i v = avx2_dealt(at + 48 + 64 * part + 32 * p), fifth = avx2_dealt(at + 16);
+    BOTH blocks[b] = avx2_with_bit(b ? avx2_high(v) : avx2_low(v), fifth, 4 * part + 2 * p + b);
+}
+
+DEALT(q6_k)
+{
+    __m256i high = avx2_dealt(at + 128 + 32 * part);
+    BOTH {
+        __m256i v = avx2_dealt(at + 64 * part + 32 * b), more = p ? high : _mm256_slli_epi16(high, 4);
+        more = _mm256_and_si256(b ? _mm256_srli_epi16(more, 2) : more, _mm256_set1_epi8(48));
+        blocks[b] = _mm256_or_si256(p ? avx2_high(v) : avx2_low(v), more);
+    }
+}
+
+DEALT(mxfp4_block)
+{
+    BOTH blocks[b] = _mm256_shuffle_epi8(avx2_twice(dynamic_fp4), avx2_split(at + 34 * p + 17 * b + 1));
+}
+
+DEALT(mxfp4)
+{
+    __m256i pairs = _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1, 2, -1, 3, -1, 6, -1, 7, -1, 10,
+                                     -1, 11, -1, 14, -1, 15, -1);
+    BOTH {
+        __m256i v = _mm256_shuffle_epi8(avx2_twice(at + 32 * p + 16 * b), pairs);
+        v = avx2_low(_mm256_or_si256(v, _mm256_slli_epi16(v, 4)));
+        blocks[b] = _mm256_shuffle_epi8(avx2_twice(dynamic_fp4), v);
+    }
+}
+#define NOT_DEALT(format) DEALT(format) { BOTH blocks[b] = _mm256_setzero_si256(); }
+NOT_DEALT(q8_0) NOT_DEALT(q4_0) NOT_DEALT(q4_1) NOT_DEALT(q4_k) NOT_DEALT(packed4) NOT_DEALT(packed4_high) NOT_DEALT(int4)
+NOT_DEALT(int4_least)
+#undef NOT_DEALT
+#undef BOTH
+#undef DEALT
+
+/* Eight codes of a block in a register so, as floats that are more by 2^7: codes are the first to seventh bit of a fraction. */
+static inline ALWAYS __m256 avx2_more_by_128(__m256i dealt, int i)
+{
+    __m256i none = _mm256_setzero_si256(), high = _mm256_set1_epi8(0x43);
+    __m256i halves = i < 2 ? _mm256_unpacklo_epi8(dealt, high) : _mm256_unpackhi_epi8(dealt, high);
+    return (__m256)(i % 2 ? _mm256_unpackhi_epi16(none, halves) : _mm256_unpacklo_epi16(none, halves));
+}
+
+/* Eight that are whole numbers, of long scales less a zero point. */
+static inline ALWAYS __m256 avx2_from_zero(int long_scales, __m256i codes, float zero)
+{
+    return _mm256_cvtepi32_ps(long_scales ? _mm256_sub_epi32(codes, (__m256i)_mm256_set1_ps(zero)) : codes);
+}
+
+/* Weights of such codes, of a block's `scale` and what `avx2_ready` laid out beside it. */
+static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_scales, __m256 codes, float scale, float more)
+{
+    __m256 own = _mm256_set1_ps(scale);
+    if (kind == TWO)
+        codes = _mm256_sub_ps(codes, _mm256_set1_ps(160));
+    if (kind == TWO || size == LARGE || long_scales)
+        return _mm256_mul_ps(codes, own);
+    codes = kind == LEAST && size == MEDIUM ? _mm256_sub_ps(codes, _mm256_set1_ps(128)) : codes;
+    return _mm256_fmadd_ps(codes, own, _mm256_set1_ps(more));
 }
 
 /* `blocks` blocks of one output as numbers; and R rows of x times groups of two outputs, and then maybe half a group, whose
- * columns of sums go on. Scales are those of `avx2_ready`. Of half a group codes are read as of a whole one. */
+ * columns of sums go on. `own`: scales as of `avx2_ready`, then what lies beside them. Of half a group codes are read as of a
+ * whole one. */
 #define NUMBERS(FORMAT, format, BYTES, PER, KIND, SIZE)                                                                \
-    static void avx2_fill_##format(const uint8_t *at, int64_t blocks, const float *scales, const float *more, int rounded, \
+    static void avx2_fill_##format(const uint8_t *at, int64_t blocks, const float *own, const float *more, int rounded,\
                                    float *to)                                                                          \
     {                                                                                                                  \
-        __m256i w[4], codes[2];                                                                                        \
-        for (int64_t b = 0; b < blocks; b++, to += DYNAMIC_BLOCK) {                                                    \
-            int p = b % 4 / 2;                                                                                         \
-            if (b % 4 == 0)                                                                                            \
-                codes_avx2_##format(at + b / 4 / PER * BYTES, (int)(b / 4 % PER), w);                                  \
-            if (b % 2 == 0)                                                                                            \
-                avx2_dealt(w[p], w[2 + p], SIZE == LARGE, codes);                                                      \
-            Avx2Block block = avx2_block(KIND, SIZE, BIAS(FORMAT), LONG(FORMAT), codes[b % 2], scales[b], more[b]);    \
-            UNROLLED for (int i = 0; i < 4; i++)                                                                       \
-                _mm256_storeu_ps(to + 8 * i, rounded ? avx2_number(KIND, LONG(FORMAT), 1, &block, i)                   \
-                                                     : avx2_number(KIND, LONG(FORMAT), 0, &block, i));                 \
+        for (int64_t g = 0; 4 * g < blocks; g++) {                                                                     \
+            const uint8_t *from = at + g / PER * BYTES;                                                                \
+            __m256i dealt[2];                                                                                          \
+            UNROLLED for (int b = 0; b < 4; b++, to += DYNAMIC_BLOCK) {                                                \
+                if (4 * g + b == blocks)                                                                               \
+                    return;                                                                                            \
+                if (b % 2 == 0)                                                                                        \
+                    dealt_avx2_##format(from, (int)(g % PER), b / 2, dealt);                                           \
+                UNROLLED for (int i = 0; i < 4; i++) {                                                                 \
+                    __m256 value = NUMBER(FORMAT, format, PER, KIND, SIZE, from, dealt[b % 2], own[4 * g + b],         \
+                                          more[4 * g + b]);                                                            \
+                    _mm256_storeu_ps(to + 8 * i, rounded && !EXACT(FORMAT) ? avx2_nearest_half(value) : value);        \
+                }                                                                                                      \
+            }                                                                                                          \
         }                                                                                                              \
     }
 #define DOTS(FORMAT, format, BYTES, PER, KIND, SIZE, R)                                                                \
@@ -88,25 +176,26 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int long_scales, int r
                 FROM_HERE(rows[r]);                                                                                    \
             }                                                                                                          \
             UNROLLED for (int p = 0; p < 2; p++) {                                                                     \
-                __m256i codes[2][2];                                                                                   \
+                __m256i dealt[2][2];                                                                                   \
+                const uint8_t *own_at[2];                                                                              \
                 if (p == 1 && g == groups)                                                                             \
                     break;                                                                                             \
                 UNROLLED for (int c = 0; c < 2; c++) {                                                                 \
-                    __m256i w[4];                                                                                      \
-                    codes_avx2_##format(at[c] + g / PER * BYTES, PER == 1 ? 0 : (int)(g % PER), w);                    \
-                    avx2_dealt(w[p], w[2 + p], SIZE == LARGE, codes[c]);                                               \
-                    FETCH_FAR(at[c] + g / PER * BYTES + AVX2_AHEAD + 64 * p);                                          \
+                    own_at[c] = at[c] + g / PER * BYTES;                                                               \
+                    dealt_avx2_##format(own_at[c], PER == 1 ? 0 : (int)(g % PER), p, dealt[c]);                        \
+                    FETCH_FAR(own_at[c] + AVX2_AHEAD + 64 * p);                                                        \
                 }                                                                                                      \
-                UNROLLED for (int b = 0; b < 2; b++)                                                                   \
+                UNROLLED for (int b = 2 * p; b < 2 * p + 2; b++)                                                       \
                     UNROLLED for (int c = 0; c < 2; c++) {                                                             \
-                        int64_t own = 4 * g + 2 * p + b;                                                               \
-                        Avx2Block block = avx2_block(KIND, SIZE, BIAS(FORMAT), LONG(FORMAT), codes[c][b],              \
-                                                     scales[c][own], scales[2 + c][own]);                              \
+                        float own = scales[c][4 * g + b], more = scales[2 + c][4 * g + b];                             \
+                        FROM_HERE(own_at[c]);                                                                          \
                         UNROLLED for (int i = 0; i < 4; i++) {                                                         \
-                            __m256 value = avx2_number(KIND, LONG(FORMAT), 1, &block, i);                              \
+                            __m256 value = NUMBER(FORMAT, format, PER, KIND, SIZE, own_at[c], dealt[c][b % 2], own, more); \
+                            if (!EXACT(FORMAT))                                                                        \
+                                value = avx2_nearest_half(value);                                                      \
                             UNROLLED for (int r = 0; r < R; r++)                                                       \
-                                sums[r][c] = _mm256_fmadd_ps(                                                          \
-                                    _mm256_loadu_ps(rows[r] + (2 * p + b) * DYNAMIC_BLOCK + 8 * i), value, sums[r][c]); \
+                                sums[r][c] = _mm256_fmadd_ps(_mm256_loadu_ps(rows[r] + b * DYNAMIC_BLOCK + 8 * i), value, \
+                                                             sums[r][c]);                                              \
                         }                                                                                              \
                     }                                                                                                  \
             }                                                                                                          \
@@ -114,24 +203,30 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int long_scales, int r
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             kept[2 * r] = sums[r][0], kept[2 * r + 1] = sums[r][1];                                                    \
     }
-#define BIAS(FORMAT) dynamic_formats[FORMAT].bias
+/* From 8 `i` on of block b of group g. */
+#define NUMBER(FORMAT, format, PER, KIND, SIZE, at, dealt, own, more)                                                  \
+    avx2_number(KIND, SIZE, LONG(FORMAT),                                                                              \
+                SIZE == MEDIUM ? avx2_more_by_128(dealt, i)                                                            \
+                               : avx2_from_zero(LONG(FORMAT), whole_avx2_##format(at, (int)(g % PER), b, i), more),    \
+                KIND == TWO && i > 1 ? more : own, more)
 #define LONG(FORMAT) ((FORMAT) == INT4_WORDS)
+/* Powers of two times numbers of two bits. */
+#define EXACT(FORMAT) ((FORMAT) == MXFP4 || (FORMAT) == MXFP4_BLOCK)
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
     NUMBERS(FORMAT, format, B, P, K, S)                                                                                \
-    DOTS(FORMAT, format, B, P, K, S, 1) DOTS(FORMAT, format, B, P, K, S, 2) DOTS(FORMAT, format, B, P, K, S, 4)
+    DOTS(FORMAT, format, B, P, K, S, 1) DOTS(FORMAT, format, B, P, K, S, 2)
 DYNAMIC_HERE(OF) DYNAMIC_PACKED4(OF) DYNAMIC_TURNS(OF)
 #undef OF
-#undef BIAS
-#undef LONG
+#undef NUMBER
 #undef DOTS
 #undef NUMBERS
 
 typedef struct {
     void (*fill)(const uint8_t *, int64_t, const float *, const float *, int, float *);
-    void (*dots[3])(const float *, int64_t, const uint8_t *const *, int64_t, int, const float *const *, __m256 *);
+    void (*dots[2])(const float *, int64_t, const uint8_t *const *, int64_t, int, const float *const *, __m256 *);
 } Avx2Numbers;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
-    [FORMAT] = {avx2_fill_##format, {avx2_dots_##format##1, avx2_dots_##format##2, avx2_dots_##format##4}},
+    [FORMAT] = {avx2_fill_##format, {avx2_dots_##format##1, avx2_dots_##format##2}},
 static const Avx2Numbers avx2_numbers_of[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_PACKED4(OF) DYNAMIC_TURNS(OF)};
 #undef OF
 
@@ -148,30 +243,38 @@ static const Avx2Numbers *avx2_numbers_way(const Avx2Piece *piece)
     return avx2_numbers_of + (number == GPTQ ? INT4_WORDS : number);
 }
 
-/* Of an output's blocks from input k on: scales, and what `avx2_block` needs more. 0: not all are below 2^96, or numbers may
- * be below the normal ones, which `avx2_nearest_half` does not round as they are. */
-static int avx2_ready(const Linear *job, int64_t n, int64_t k, int64_t blocks, float *scales, float *more)
+/* Of an output's blocks from input k on: scales, and beside them what `avx2_number` adds, or second scales, or zero points (which
+ * are whole numbers); of numbers that are `rounded` for `avx2_nearest_half`. 0: not all are below 2^79, or numbers may be below
+ * the normal ones, which are not rounded as they are. */
+static int avx2_ready(const Linear *job, int64_t n, int64_t k, int64_t blocks, int rounded, float *scales, float *more)
 {
     Coded row = coded_row(job, n);
-    int words = job->format == INT4_WORDS, biased = words || dynamic_kind(job) == BIASED;
-    __m256 sign = _mm256_set1_ps(-0.0f), most = _mm256_set1_ps(0x1p96f), odd = _mm256_setzero_ps(), none = odd;
+    int words = LONG(job->format), biased = words || dynamic_kind(job) == BIASED;
+    int whole = avx2_ways[job->format].size != MEDIUM;
+    __m256 sign = _mm256_set1_ps(-0.0f), most = _mm256_set1_ps(0x1p79f), odd = _mm256_setzero_ps(), none = odd;
+    __m256 larger = _mm256_set1_ps(rounded && !EXACT(job->format) ? AVX2_LARGER : 1);
+    __m256i zero = _mm256_set1_epi32(8);
+    __m256 less = _mm256_set1_ps(-(float)(whole ? 0 : 128) - (float)dynamic_formats[job->format].bias);
     avx2_scales(job, &row, k, blocks, scales, more);
     for (int64_t b = blocks; b % 8; b++)
         scales[b] = more[b] = 0;
     for (int64_t b = 0; b < blocks; b += 8) {
-        __m256 own = _mm256_andnot_ps(sign, _mm256_loadu_ps(scales + b)), second = own;
-        if (!biased)
-            second = _mm256_andnot_ps(sign, _mm256_loadu_ps(more + b));
+        __m256 scale = _mm256_loadu_ps(scales + b), other = _mm256_loadu_ps(more + b), own = _mm256_andnot_ps(sign, scale);
         odd = _mm256_or_ps(odd, _mm256_cmp_ps(own, most, _CMP_NLT_UQ));
-        odd = _mm256_or_ps(odd, _mm256_cmp_ps(second, most, _CMP_NLT_UQ));
+        if (!biased)
+            odd = _mm256_or_ps(odd, _mm256_cmp_ps(_mm256_andnot_ps(sign, other), most, _CMP_NLT_UQ));
         if (words)
             odd = _mm256_or_ps(odd, _mm256_and_ps(_mm256_cmp_ps(own, _mm256_set1_ps(0x1p-120f), _CMP_NGT_UQ),
                                                   _mm256_cmp_ps(own, none, _CMP_NEQ_UQ)));
+        scale = _mm256_mul_ps(scale, larger);
+        _mm256_storeu_ps(scales + b, scale);
+        other = biased ? _mm256_mul_ps(scale, less) : _mm256_mul_ps(other, larger);
+        _mm256_storeu_ps(more + b, words ? (__m256)zero : other);
     }
-    for (int64_t b = 0, group = k / row.group, end; words && b < blocks; group++) {
+    for (int64_t b = 0, group = k / row.group, end; words && row.zeros != NULL && b < blocks; group++) {
         end = (group + 1) * row.group - k;
-        for (float bias = 128 + zero_of(&row, group); b < blocks && b * DYNAMIC_BLOCK < end; b++)
-            more[b] = bias;
+        for (uint32_t own = (uint32_t)zero_of(&row, group); b < blocks && b * DYNAMIC_BLOCK < end; b++)
+            more[b] = float_of(own);
     }
     return _mm256_testz_ps(odd, odd);
 }
@@ -200,7 +303,7 @@ static int64_t avx2_decode_floats(const Linear *job, int64_t n, int64_t k, int64
                 half = _mm_and_si128(_mm_slli_epi16(half, 7), _mm_set1_epi16((short)0xbf80));
             }
             __m256 value = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(bytes ? own * 256 : 1));
-            _mm256_storeu_ps(to + 8 * i, job->form == FLOAT32 ? value : avx2_nearest_half(value));
+            _mm256_storeu_ps(to + 8 * i, job->form == FLOAT32 ? value : avx2_nearest_half(_mm256_mul_ps(value, _mm256_set1_ps(AVX2_LARGER))));
         }
     }
     return k - begin;
@@ -215,7 +318,7 @@ static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_
     Avx2Piece pieces[4];
     if (job->format == FP8 || job->format == F16)
         return avx2_decode_floats(job, n, k, end, to);
-    if (!avx2_has_numbers(job) || !avx2_ready(job, n, k, blocks, scales, more))
+    if (!avx2_has_numbers(job) || !avx2_ready(job, n, k, blocks, job->form != FLOAT32, scales, more))
         return 0;
     int count = avx2_pieces(job, k, blocks * DYNAMIC_BLOCK, pieces);
     for (const Avx2Piece *piece = pieces; piece < pieces + count; piece++) {
@@ -227,19 +330,21 @@ static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_
     return blocks * DYNAMIC_BLOCK;
 }
 
-/* Whether `avx2_dots` may multiply it with some rows: numbers are rounded, and made of whole codes. */
-static int avx2_has_dots(const Linear *job)
+/* Whether `avx2_dots` may multiply it with so many rows: numbers are rounded, and made of whole codes. Of more rows numbers are
+ * made once and read again. */
+static int avx2_has_dots(const Linear *job, int64_t rows)
 {
-    return job->form != FLOAT32 && avx2_has_numbers(job);
+    return rows <= AVX2_ROWS && job->form != FLOAT32 && avx2_has_numbers(job);
 }
 
-/* Inputs from k on, of at most DEPTH, of some rows times the outputs n and n + wide - 1 in a block format, whose numbers stay
- * in registers; see linear.h for the order of sums. 0: it is not for these. */
+/* Inputs from k on, of at most DEPTH, of one or two rows times the outputs n and n + wide - 1 in a block format, whose numbers
+ * stay in registers; see linear.h for the order of sums. 0: it is not for these. */
 static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, int64_t wide, int64_t k)
 {
     float room[4][DEPTH / DYNAMIC_BLOCK];
     uint8_t brought[4][2][AVX2_BYTES];
-    float edge[4 * DYNAMIC_GROUP];
+    float edge[AVX2_ROWS * DYNAMIC_GROUP];
+    __m256 kept[2 * AVX2_ROWS];
     int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH, left = depth % DYNAMIC_GROUP / DYNAMIC_BLOCK;
     Avx2Piece pieces[4];
     const uint8_t *at[4][2];
@@ -248,35 +353,32 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
     int count = avx2_pieces(job, k, depth, pieces);
     for (int i = 0; i < 2; i++) {
         int64_t own = n + (i < wide ? i : 0);
-        if (!avx2_ready(job, own, k, depth / DYNAMIC_BLOCK, room[i], room[2 + i]))
+        if (!avx2_ready(job, own, k, depth / DYNAMIC_BLOCK, 1, room[i], room[2 + i]))
             return 0;
         int copied = left != 2 || own + 1 == job->outputs; /* else the next row's bytes are read, not used */
         for (int p = 0; p < count; p++)
             at[p][i] = avx2_brought(job, pieces + p, own, copied, brought[p][i]);
     }
-    for (int64_t end = row + rows, step; row < end; row += step) {
-        int power = end - row >= 4 ? 2 : end - row >= 2 ? 1 : 0;
-        __m256 kept[8] = {{0}};
-        step = 1 << power;
-        for (int p = 0; p < count; p++) {
-            const Avx2Numbers *way = avx2_numbers_way(pieces + p);
-            int64_t first = pieces[p].first - k / DYNAMIC_GROUP, x_row = job->x_row, half = pieces[p].left && left == 2;
-            const float *x = (const float *)job->x + row * x_row + k + first * DYNAMIC_GROUP, *scales[4];
-            for (int i = 0; i < 4; i++)
-                scales[i] = room[i] + 4 * first;
-            if (pieces[p].left && !half) {
-                memset(edge, 0, sizeof edge);
-                for (int64_t r = 0; r < step; r++)
-                    memcpy(edge + r * DYNAMIC_GROUP, x + r * x_row, (size_t)left * 128);
-                x = edge, x_row = DYNAMIC_GROUP;
-            }
-            way->dots[power](x, x_row, at[p], half ? 0 : pieces[p].count, (int)half, scales, kept);
+    for (int64_t i = 0; i < 2 * rows; i++)
+        kept[i] = _mm256_setzero_ps();
+    for (int p = 0; p < count; p++) {
+        const Avx2Numbers *way = avx2_numbers_way(pieces + p);
+        int64_t first = pieces[p].first - k / DYNAMIC_GROUP, x_row = job->x_row, half = pieces[p].left && left == 2;
+        const float *x = (const float *)job->x + row * x_row + k + first * DYNAMIC_GROUP, *scales[4];
+        for (int i = 0; i < 4; i++)
+            scales[i] = room[i] + 4 * first;
+        if (pieces[p].left && !half) {
+            memset(edge, 0, sizeof edge);
+            for (int64_t r = 0; r < rows; r++)
+                memcpy(edge + r * DYNAMIC_GROUP, x + r * x_row, (size_t)left * 128);
+            x = edge, x_row = DYNAMIC_GROUP;
         }
-        for (int64_t i = 0; i < 2 * step; i++) {
-            float *to = (float *)job->y + (row + i / 2) * job->outputs + n + i % 2, sum = avx2_total(kept[i]);
-            if (i % 2 < wide)
-                *to = k == 0 ? sum : *to + sum;
-        }
+        way->dots[rows - 1](x, x_row, at[p], half ? 0 : pieces[p].count, (int)half, scales, kept);
+    }
+    for (int64_t i = 0; i < 2 * rows; i++) {
+        float *to = (float *)job->y + (row + i / 2) * job->outputs + n + i % 2, sum = avx2_total(kept[i]);
+        if (i % 2 < wide)
+            *to = k == 0 ? sum : *to + sum;
     }
     return 1;
 }
