@@ -18,7 +18,7 @@ from stowage.executor.fused import experts
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.formats import BLOCKS, FORMATS, Spec, dequantized
 from stowage.weights.quantized.stacks import BlockStack, Stacking, stacked_linear
-from tests.block_formats import SPECS, parts_of
+from tests.block_formats import HALVES, SPECS, parts_of, scale
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
 ODD = {"fp8": ((130, 200), (37, 4128)), "f16": ((37, 75),), "bf16": ((37, 75),), "f32": ((37, 75),)}
@@ -69,6 +69,23 @@ def test_scales_of_any_size(instructions: None, scale_dtype: torch.dtype, zeros:
         for rows in (1, 2, 4, 9):
             found = kernels.linear_blocks(x[:rows], BlockMatrix(spec, parts, torch.bfloat16))
             assert torch.equal(found.nan_to_num(7), kernels.linear(x[:rows], plain).nan_to_num(7)), (power, rows)
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"])
+def test_scales_of_infinity_give_what_dequantized_weights_give(instructions: None, name: str) -> None:
+    """Sums of one sign are infinite, not NaN, as rounding in a shorter way would leave them."""
+    spec = Spec(name, 5, 2048)
+    parts = parts_of(spec)
+    (blocks,) = parts.values()
+    at = HALVES.get(name, (0,))[0]
+    rows = blocks.view(torch.uint8).fill_(255).view(spec.outputs, -1, spec.format.nbytes)
+    scale(name, rows.view(-1, spec.format.nbytes), 0.5)
+    rows[::2, 1, at : at + 2] = torch.tensor([0x00, 0x7C], dtype=torch.uint8)
+    plain = dequantized(spec, parts, torch.bfloat16)
+    x = torch.ones(4, spec.inputs).bfloat16()
+    for count in (1, 2, 4):
+        found = kernels.linear_blocks(x[:count], BlockMatrix(spec, parts, torch.bfloat16))
+        assert torch.equal(found, kernels.linear(x[:count], plain)) and bool(found[:, ::2].isinf().all())
 
 
 @pytest.mark.parametrize("name", ["fp8", "f16"])

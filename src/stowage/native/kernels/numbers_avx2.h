@@ -140,8 +140,8 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
 }
 
 /* `blocks` blocks of one output as numbers; and R rows of x times groups of two outputs, and then maybe half a group, whose
- * columns of sums go on. `own`: scales as of `avx2_ready`, then what lies beside them. Of half a group codes are read as of a
- * whole one. */
+ * columns of sums go on. `own`: scales as of `avx2_ready`, then what lies beside them; in products those that blocks begin with
+ * are read there, and 0 is returned where one is no number. Of half a group codes are read as of a whole one. */
 #define NUMBERS(FORMAT, format, BYTES, PER, KIND, SIZE)                                                                \
     static void avx2_fill_##format(const uint8_t *at, int64_t blocks, const float *own, const float *more, int rounded,\
                                    float *to)                                                                          \
@@ -163,10 +163,11 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
         }                                                                                                              \
     }
 #define DOTS(FORMAT, format, BYTES, PER, KIND, SIZE, R)                                                                \
-    static void avx2_dots_##format##R(const float *x, int64_t x_row, const uint8_t *const at[2], int64_t groups, int half, \
-                                      const float *const scales[4], __m256 *kept)                                      \
+    static int avx2_dots_##format##R(const float *x, int64_t x_row, const uint8_t *const at[2], int64_t groups, int half,\
+                                     const float *const scales[4], __m256 *kept)                                       \
     {                                                                                                                  \
-        __m256 sums[R][2];                                                                                             \
+        __m256 sums[R][2], odd = _mm256_setzero_ps();                                                                  \
+        float here[16];                                                                                                \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             sums[r][0] = kept[2 * r], sums[r][1] = kept[2 * r + 1];                                                    \
         for (int64_t g = 0; g < groups + half; g++, x += DYNAMIC_GROUP) {                                              \
@@ -174,6 +175,14 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
             UNROLLED for (int r = 0; r < R; r++) {                                                                     \
                 rows[r] = x + r * x_row;                                                                               \
                 FROM_HERE(rows[r]);                                                                                    \
+            }                                                                                                          \
+            if (AT_BEGIN(FORMAT)) {                                                                                    \
+                const uint8_t *first = at[0] + g * BYTES, *second = at[1] + g * BYTES;                                 \
+                __m256 own = avx2_halves_of(first, second, BYTES / 4);                                                 \
+                __m256 least = KIND == LEAST ? avx2_halves_of(first + 2, second + 2, BYTES / 4) : own;                 \
+                odd = _mm256_or_ps(odd, _mm256_or_ps(_mm256_sub_ps(own, own), _mm256_sub_ps(least, least)));           \
+                _mm256_storeu_ps(here, _mm256_mul_ps(own, _mm256_set1_ps(AVX2_LARGER)));                               \
+                _mm256_storeu_ps(here + 8, _mm256_mul_ps(least, _mm256_set1_ps(AVX2_LARGER * (KIND == LEAST ? 1 : LESS(FORMAT, SIZE)))));\
             }                                                                                                          \
             UNROLLED for (int p = 0; p < 2; p++) {                                                                     \
                 __m256i dealt[2][2];                                                                                   \
@@ -187,14 +196,15 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
                 }                                                                                                      \
                 UNROLLED for (int b = 2 * p; b < 2 * p + 2; b++)                                                       \
                     UNROLLED for (int c = 0; c < 2; c++) {                                                             \
-                        float own = scales[c][4 * g + b], more = scales[2 + c][4 * g + b];                             \
+                        float own = AT_BEGIN(FORMAT) ? here[4 * c + b] : scales[c][4 * g + b];                         \
+                        float more = AT_BEGIN(FORMAT) ? here[8 + 4 * c + b] : scales[2 + c][4 * g + b];                \
                         FROM_HERE(own_at[c]);                                                                          \
                         UNROLLED for (int i = 0; i < 4; i++) {                                                         \
-                            __m256 value = NUMBER(FORMAT, format, PER, KIND, SIZE, own_at[c], dealt[c][b % 2], own, more); \
+                            __m256 value = NUMBER(FORMAT, format, PER, KIND, SIZE, own_at[c], dealt[c][b % 2], own, more);\
                             if (!EXACT(FORMAT))                                                                        \
                                 value = avx2_nearest_half(value);                                                      \
                             UNROLLED for (int r = 0; r < R; r++)                                                       \
-                                sums[r][c] = _mm256_fmadd_ps(_mm256_loadu_ps(rows[r] + b * DYNAMIC_BLOCK + 8 * i), value, \
+                                sums[r][c] = _mm256_fmadd_ps(_mm256_loadu_ps(rows[r] + b * DYNAMIC_BLOCK + 8 * i), value,\
                                                              sums[r][c]);                                              \
                         }                                                                                              \
                     }                                                                                                  \
@@ -202,6 +212,7 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
         }                                                                                                              \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             kept[2 * r] = sums[r][0], kept[2 * r + 1] = sums[r][1];                                                    \
+        return _mm256_testz_si256((__m256i)odd, (__m256i)odd);                                                         \
     }
 /* From 8 `i` on of block b of group g. */
 #define NUMBER(FORMAT, format, PER, KIND, SIZE, at, dealt, own, more)                                                  \
@@ -210,6 +221,8 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
                                : avx2_from_zero(LONG(FORMAT), whole_avx2_##format(at, (int)(g % PER), b, i), more),    \
                 KIND == TWO && i > 1 ? more : own, more)
 #define LONG(FORMAT) ((FORMAT) == INT4_WORDS)
+/* Numbers are so many scales less than their codes. */
+#define LESS(FORMAT, SIZE) (-((SIZE) == MEDIUM ? 128.0f : 0) - (float)dynamic_formats[FORMAT].bias)
 /* Powers of two times numbers of two bits. */
 #define EXACT(FORMAT) ((FORMAT) == MXFP4 || (FORMAT) == MXFP4_BLOCK)
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
@@ -223,7 +236,7 @@ DYNAMIC_HERE(OF) DYNAMIC_PACKED4(OF) DYNAMIC_TURNS(OF)
 
 typedef struct {
     void (*fill)(const uint8_t *, int64_t, const float *, const float *, int, float *);
-    void (*dots[2])(const float *, int64_t, const uint8_t *const *, int64_t, int, const float *const *, __m256 *);
+    int (*dots[2])(const float *, int64_t, const uint8_t *const *, int64_t, int, const float *const *, __m256 *);
 } Avx2Numbers;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
     [FORMAT] = {avx2_fill_##format, {avx2_dots_##format##1, avx2_dots_##format##2}},
@@ -250,11 +263,10 @@ static int avx2_ready(const Linear *job, int64_t n, int64_t k, int64_t blocks, i
 {
     Coded row = coded_row(job, n);
     int words = LONG(job->format), biased = words || dynamic_kind(job) == BIASED;
-    int whole = avx2_ways[job->format].size != MEDIUM;
     __m256 sign = _mm256_set1_ps(-0.0f), most = _mm256_set1_ps(0x1p79f), odd = _mm256_setzero_ps(), none = odd;
     __m256 larger = _mm256_set1_ps(rounded && !EXACT(job->format) ? AVX2_LARGER : 1);
     __m256i zero = _mm256_set1_epi32(8);
-    __m256 less = _mm256_set1_ps(-(float)(whole ? 0 : 128) - (float)dynamic_formats[job->format].bias);
+    __m256 less = _mm256_set1_ps(LESS(job->format, avx2_ways[job->format].size));
     avx2_scales(job, &row, k, blocks, scales, more);
     for (int64_t b = blocks; b % 8; b++)
         scales[b] = more[b] = 0;
@@ -353,7 +365,7 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
     int count = avx2_pieces(job, k, depth, pieces);
     for (int i = 0; i < 2; i++) {
         int64_t own = n + (i < wide ? i : 0);
-        if (!avx2_ready(job, own, k, depth / DYNAMIC_BLOCK, 1, room[i], room[2 + i]))
+        if (!AT_BEGIN(job->format) && !avx2_ready(job, own, k, depth / DYNAMIC_BLOCK, 1, room[i], room[2 + i]))
             return 0;
         int copied = left != 2 || own + 1 == job->outputs; /* else the next row's bytes are read, not used */
         for (int p = 0; p < count; p++)
@@ -373,7 +385,8 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
                 memcpy(edge + r * DYNAMIC_GROUP, x + r * x_row, (size_t)left * 128);
             x = edge, x_row = DYNAMIC_GROUP;
         }
-        way->dots[rows - 1](x, x_row, at[p], half ? 0 : pieces[p].count, (int)half, scales, kept);
+        if (!way->dots[rows - 1](x, x_row, at[p], half ? 0 : pieces[p].count, (int)half, scales, kept))
+            return 0;
     }
     for (int64_t i = 0; i < 2 * rows; i++) {
         float *to = (float *)job->y + (row + i / 2) * job->outputs + n + i % 2, sum = avx2_total(kept[i]);

@@ -141,9 +141,8 @@ class _Recording(TorchFunctionMode):
         return self._did(function, args, kwargs, found, in_place)
 
     def arrive(self, bring: Deliver, given: Sequence[Any], weights: Sequence[nn.Parameter]) -> Any:
-        """See ``ForwardRecorder``. The delivered tensors stand for the weights in the trace until ``leave``: later in
-        the
-        step their memory belongs to other weights.
+        """See ``ForwardRecorder``. Delivered tensors stand for the weights in the trace until ``leave``: their memory
+        belongs to other weights later in the step.
         """
         given = [value for value in given if isinstance(value, Tensor)]
         with torch._C.DisableTorchFunction():
@@ -160,7 +159,7 @@ class _Recording(TorchFunctionMode):
         return found
 
     def leave(self, take_back: Callable[[], None], weights: Sequence[nn.Parameter]) -> None:
-        """See ``passes.ForwardRecorder``."""
+        """See ``ForwardRecorder``."""
         with torch._C.DisableTorchFunction():
             take_back()
         self._did(take_back, (), {}, None)
