@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,18 @@ def test_a_chat_model_gets_its_template(call: Stowage, tiny_llama: Path, tmp_pat
     with Engine(tiny_llama, Memory(kv_cache_memory="8MiB")) as engine:
         (expected,) = engine.generate([[{"role": "user", "content": "one"}]], SamplingParams(max_new_tokens=6))
     assert json.loads(told.stdout)["text"] == expected.text
+
+
+def test_a_model_without_a_template_says_so(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
+    """An answer that ends at once is no puzzle then."""
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    config = model / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": None}))
+    flags = ["--kv-cache-memory", "8MiB", "--max-new-tokens", "2", "--prompt", "one"]
+    told, raw = call("run", model, *flags), call("run", model, *flags, "--raw")
+    assert told.exit_code == 0 and told.stdout == raw.stdout
+    assert "no chat template" in told.stderr and "no chat template" not in raw.stderr
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ CHUNK = 64
 class Request:
     def __init__(self, name: str, prompt: int) -> None:
         self.request_id, self.prompt, self.num_computed_tokens, self.num_preemptions = name, prompt, 0, 0
+        self.prompt_token_ids = [1] * prompt
         self.mm_features: list[Any] = []
         self.lora_request = self.cache_salt = None
 

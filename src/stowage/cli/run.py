@@ -119,6 +119,7 @@ def opened(
 def as_messages(engine: "Engine", texts: "list[str]") -> "list[Prompt]":
     """Each text as what a user says, where the model has a chat template; else as it is."""
     if not getattr(engine.tokenizer, "chat_template", None):
+        note("This model has no chat template, so each text is given as it is; --chat-template FILE gives it one.")
         return [*texts]
     note("Each prompt is given as a message, in the model's chat template; --raw gives the text as it is.")
     return [[{"role": "user", "content": text}] for text in texts]
