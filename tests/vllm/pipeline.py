@@ -51,6 +51,7 @@ class Engine:
         (model / "config.json").write_text(
             json.dumps(_CONFIG | {"num_hidden_layers": len(kinds), "num_key_value_heads": kv_heads}), encoding="utf-8"
         )
+        (model / "model.safetensors").write_bytes(b"of the ranks")  # else what is stored serves one engine alone
         Ranks.kinds, Ranks.machines = kinds, machines
         config = EngineArgs(
             model=str(model),
