@@ -1,10 +1,10 @@
-/* Weights in block formats as floats with AVX2, from the codes of codes_avx2.h: to the bit what formats.h makes of them. */
+/* Weights in block formats as floats with AVX2: to the bit what formats.h makes of them. */
 
 /* Weights are computed 2^16 times as large: that minus the weight is rounded to where the eighth bit of the weight is, and what
  * is left is the weight, rounded there to the nearest of bfloat16, halfway cases to even. (Not plus, as by Veltkamp, because
  * that may have another exponent.) Of sizes below 2^96. */
 #define AVX2_LARGER 65536.0f
-#define AVX2_ROWS 2
+#define AVX2_ROWS 2 /* of so many at most are products made while weights are in registers */
 static inline ALWAYS __m256 avx2_nearest_half(__m256 larger)
 {
     return _mm256_sub_ps(larger, _mm256_fnmadd_ps(larger, _mm256_set1_ps(1 / AVX2_LARGER), larger));
@@ -40,7 +40,7 @@ NO_WHOLE(q5_0) NO_WHOLE(q5_1) NO_WHOLE(q5_k) NO_WHOLE(q6_k) NO_WHOLE(mxfp4) NO_W
 #undef NO_WHOLE
 #undef WHOLE
 
-/* Those of others, of 5 or 6 bits: blocks 2 p and 2 p + 1 of a group in a register each, of every eight codes four in the first
+/* Those of others, of 5 or 6 bits or of FP4: blocks 2 p and 2 p + 1 of a group in a register each, of every eight codes four in the first
  * half and four in the other. */
 #define DEALT(format)                                                                                                  \
     static inline ALWAYS void dealt_avx2_##format(const uint8_t *at UNUSED, int part UNUSED, int p UNUSED, __m256i blocks[2])
