@@ -251,9 +251,7 @@ enum { SMALL = 2, MEDIUM = 1, LARGE = 0 };
 #define DYNAMIC_PACKED4(OF)                                                                                            \
     OF(PACKED4, packed4, 128, 1, LEAST, SMALL)                                                                         \
     OF(FORMATS_END, packed4_high, 128, 1, LEAST, SMALL)
-#define DYNAMIC_TURNS(OF)                                                                                              \
-    OF(MXFP4, mxfp4, 64, 1, BIASED, MEDIUM)                                                                            \
-    OF(INT4_WORDS, int4, 64, 1, BIASED, SMALL)                                                                         \
-    OF(GPTQ, int4_least, 64, 1, LEAST, SMALL)
+#define DYNAMIC_IN_TURN(OF) OF(MXFP4, mxfp4, 64, 1, BIASED, MEDIUM) OF(INT4_WORDS, int4, 64, 1, BIASED, SMALL)
+#define DYNAMIC_TURNS(OF) DYNAMIC_IN_TURN(OF) OF(GPTQ, int4_least, 64, 1, LEAST, SMALL)
 
 #endif

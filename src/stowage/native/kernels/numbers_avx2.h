@@ -2,7 +2,7 @@
 
 /* Weights are computed 2^16 times as large: that minus the weight is rounded to where the eighth bit of the weight is, and what
  * is left is the weight, rounded there to the nearest of bfloat16, halfway cases to even. (Not plus, as by Veltkamp, because
- * that may have another exponent.) Of sizes below 2^96. */
+ * that may have another exponent.) Of weights below 2^96. */
 #define AVX2_LARGER 65536.0f
 #define AVX2_ROWS 2 /* of so many at most are products made while weights are in registers */
 static inline ALWAYS __m256 avx2_nearest_half(__m256 larger)
@@ -34,14 +34,10 @@ WHOLE(q4_k, avx2_half_bytes(at + 16 + 64 * part + b / 2 * 32 + 8 * i, b % 2))
 WHOLE(packed4, avx2_half_bytes(at + 32 * b + 8 * i, 0))
 WHOLE(packed4_high, avx2_half_bytes(at + 32 * b + 8 * i, 1))
 WHOLE(int4, avx2_turns(at + 16 * b + 4 * i))
-WHOLE(int4_least, avx2_turns(at + 16 * b + 4 * i))
-#define NO_WHOLE(format) WHOLE(format, _mm256_setzero_si256())
-NO_WHOLE(q5_0) NO_WHOLE(q5_1) NO_WHOLE(q5_k) NO_WHOLE(q6_k) NO_WHOLE(mxfp4) NO_WHOLE(mxfp4_block)
-#undef NO_WHOLE
 #undef WHOLE
 
-/* Those of others, of 5 or 6 bits or of FP4: blocks 2 p and 2 p + 1 of a group in a register each, of every eight codes four in the first
- * half and four in the other. */
+/* Those of others, of 5 or 6 bits or of FP4: blocks 2 p and 2 p + 1 of a group in a register each, of every eight codes four
+ * in the first half and four in the other. */
 #define DEALT(format)                                                                                                  \
     static inline ALWAYS void dealt_avx2_##format(const uint8_t *at UNUSED, int part UNUSED, int p UNUSED, __m256i blocks[2])
 #define BOTH UNROLLED for (int b = 0; b < 2; b++)
@@ -106,10 +102,6 @@ DEALT(mxfp4)
         blocks[b] = _mm256_shuffle_epi8(avx2_twice(dynamic_fp4), v);
     }
 }
-#define NOT_DEALT(format) DEALT(format) { BOTH blocks[b] = _mm256_setzero_si256(); }
-NOT_DEALT(q8_0) NOT_DEALT(q4_0) NOT_DEALT(q4_1) NOT_DEALT(q4_k) NOT_DEALT(packed4) NOT_DEALT(packed4_high) NOT_DEALT(int4)
-NOT_DEALT(int4_least)
-#undef NOT_DEALT
 #undef BOTH
 #undef DEALT
 
@@ -148,12 +140,12 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
     {                                                                                                                  \
         for (int64_t g = 0; 4 * g < blocks; g++) {                                                                     \
             const uint8_t *from = at + g / PER * BYTES;                                                                \
-            __m256i dealt[2];                                                                                          \
+            __m256i dealt[2] UNUSED;                                                                                   \
             UNROLLED for (int b = 0; b < 4; b++, to += DYNAMIC_BLOCK) {                                                \
                 if (4 * g + b == blocks)                                                                               \
                     return;                                                                                            \
                 if (b % 2 == 0)                                                                                        \
-                    dealt_avx2_##format(from, (int)(g % PER), b / 2, dealt);                                           \
+                    DEAL_##SIZE(format, from, (int)(g % PER), b / 2, dealt);                                           \
                 UNROLLED for (int i = 0; i < 4; i++) {                                                                 \
                     __m256 value = NUMBER(FORMAT, format, PER, KIND, SIZE, from, dealt[b % 2], own[4 * g + b],         \
                                           more[4 * g + b]);                                                            \
@@ -185,13 +177,13 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
                 _mm256_storeu_ps(here + 8, _mm256_mul_ps(least, _mm256_set1_ps(AVX2_LARGER * (KIND == LEAST ? 1 : LESS(FORMAT, SIZE)))));\
             }                                                                                                          \
             UNROLLED for (int p = 0; p < 2; p++) {                                                                     \
-                __m256i dealt[2][2];                                                                                   \
+                __m256i dealt[2][2] UNUSED;                                                                            \
                 const uint8_t *own_at[2];                                                                              \
                 if (p == 1 && g == groups)                                                                             \
                     break;                                                                                             \
                 UNROLLED for (int c = 0; c < 2; c++) {                                                                 \
                     own_at[c] = at[c] + g / PER * BYTES;                                                               \
-                    dealt_avx2_##format(own_at[c], PER == 1 ? 0 : (int)(g % PER), p, dealt[c]);                        \
+                    DEAL_##SIZE(format, own_at[c], PER == 1 ? 0 : (int)(g % PER), p, dealt[c]);                        \
                     FETCH_FAR(own_at[c] + AVX2_AHEAD + 64 * p);                                                        \
                 }                                                                                                      \
                 UNROLLED for (int b = 2 * p; b < 2 * p + 2; b++)                                                       \
@@ -216,10 +208,15 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
     }
 /* From 8 `i` on of block b of group g. */
 #define NUMBER(FORMAT, format, PER, KIND, SIZE, at, dealt, own, more)                                                  \
-    avx2_number(KIND, SIZE, LONG(FORMAT),                                                                              \
-                SIZE == MEDIUM ? avx2_more_by_128(dealt, i)                                                            \
-                               : avx2_from_zero(LONG(FORMAT), whole_avx2_##format(at, (int)(g % PER), b, i), more),    \
+    avx2_number(KIND, SIZE, LONG(FORMAT), CODES_##SIZE(format, LONG(FORMAT), at, (int)(g % PER), dealt, more),         \
                 KIND == TWO && i > 1 ? more : own, more)
+#define CODES_MEDIUM(format, long_scales, at, part, dealt, more) avx2_more_by_128(dealt, i)
+#define CODES_SMALL(format, long_scales, at, part, dealt, more)                                                        \
+    avx2_from_zero(long_scales, whole_avx2_##format(at, part, b, i), more)
+#define CODES_LARGE CODES_SMALL
+#define DEAL_MEDIUM(format, at, part, p, blocks) dealt_avx2_##format(at, part, p, blocks)
+#define DEAL_SMALL(format, at, part, p, blocks)
+#define DEAL_LARGE DEAL_SMALL
 #define LONG(FORMAT) ((FORMAT) == INT4_WORDS)
 /* Numbers are so many scales less than their codes. */
 #define LESS(FORMAT, SIZE) (-((SIZE) == MEDIUM ? 128.0f : 0) - (float)dynamic_formats[FORMAT].bias)
@@ -228,8 +225,14 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
     NUMBERS(FORMAT, format, B, P, K, S)                                                                                \
     DOTS(FORMAT, format, B, P, K, S, 1) DOTS(FORMAT, format, B, P, K, S, 2)
-DYNAMIC_HERE(OF) DYNAMIC_PACKED4(OF) DYNAMIC_TURNS(OF)
+DYNAMIC_HERE(OF) DYNAMIC_PACKED4(OF) DYNAMIC_IN_TURN(OF)
 #undef OF
+#undef DEAL_LARGE
+#undef DEAL_SMALL
+#undef DEAL_MEDIUM
+#undef CODES_LARGE
+#undef CODES_SMALL
+#undef CODES_MEDIUM
 #undef NUMBER
 #undef DOTS
 #undef NUMBERS
@@ -240,7 +243,7 @@ typedef struct {
 } Avx2Numbers;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
     [FORMAT] = {avx2_fill_##format, {avx2_dots_##format##1, avx2_dots_##format##2}},
-static const Avx2Numbers avx2_numbers_of[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_PACKED4(OF) DYNAMIC_TURNS(OF)};
+static const Avx2Numbers avx2_numbers_of[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_PACKED4(OF) DYNAMIC_IN_TURN(OF)};
 #undef OF
 
 /* Whether they are computed so, and not one after the other. */
@@ -395,3 +398,7 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
     }
     return 1;
 }
+#undef EXACT
+#undef LESS
+#undef LONG
+#undef AVX2_LARGER
