@@ -84,8 +84,7 @@ def _runs(frame: FrameType | None, at: FrameType | None) -> bool:
 
 class ForwardLock:
     """``waits``: whether a forward of another thread waits for the lock; if not, it is refused. ``timeout_s``: the
-    longest
-    wait for one other forward.
+    longest wait for one other forward.
     """
 
     def __init__(self, waits: bool = True, timeout_s: float = LOCK_TIMEOUT_S) -> None:
@@ -99,8 +98,7 @@ class ForwardLock:
 
     def acquire(self, frame: FrameType, waits: bool = False) -> Claim:
         """Acquire the lock for the forward of this thread that runs in ``frame``. ``waits``: wait even if
-        ``self.waits``
-        is off.
+        ``self.waits`` is off.
 
         Raises ModelError when this thread is already inside a forward, when another forward holds the lock and this one
         does not wait, and when that forward has not ended after ``timeout_s``.

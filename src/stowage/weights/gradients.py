@@ -42,8 +42,7 @@ class _Kept(NamedTuple):
 
 class Gradients:
     """Backward passes of one model. ``bring`` delivers a unit's weights until ``give_back``; ``backward(end)`` takes
-    the
-    lock for a backward pass, if it has none yet, and has ``end`` called when it is over; ``follow`` tells the
+    the lock for a backward pass, if it has none yet, and has ``end`` called when it is over; ``follow`` tells the
     prefetcher the order of units. All methods are called with the lock held, or take it.
     """
 

@@ -142,8 +142,7 @@ def _in_pages(stack: nn.Parameter, gaps: bool) -> bool:
 
 def renumbers(module: nn.Module) -> bool:
     """Whether the output of a module of experts does not depend on how they are numbered. True for Transformers'
-    grouped
-    and batched kernels, which add a token's experts in the order of choice; its plain loop adds them by number.
+    grouped and batched kernels, which add a token's experts in the order of choice; its plain loop adds them by number.
     """
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     own = all(hasattr(module, name) for name in ("num_experts", "has_bias", "is_transposed"))

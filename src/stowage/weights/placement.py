@@ -51,8 +51,7 @@ _LAST = re.compile(r"last\s+(\d+)\s+of\s+(?:every\s+)?(\d+)")
 
 def parse_rules(text: str) -> tuple[Rule, ...]:
     """Parse rules: ``auto`` (none), or ``PATTERN=DELIVERY`` and ``last K of N=DELIVERY``, separated by commas. The
-    first
-    rule that matches a unit decides. Raises ConfigError.
+    first rule that matches a unit decides. Raises ConfigError.
     """
     if text.strip() in ("", "auto"):
         return ()

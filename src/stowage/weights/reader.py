@@ -343,8 +343,7 @@ def _parts(read: Read, part_bytes: int) -> list[Read]:
 
 class _Buffer:
     """A thread's buffer for an unaligned read with the pages around it: half a huge page, allocated at first use.
-    Another
-    thread has the other half.
+    Another thread has the other half.
     """
 
     def __init__(self, halves: queue.SimpleQueue[memoryview]) -> None:

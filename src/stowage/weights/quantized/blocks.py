@@ -43,8 +43,7 @@ _UNPACKING_BYTES: Final = 16
 
 def parameter_names(spec: Spec, own: str = "", pieces: int = 1) -> dict[str, str]:
     """The parameter's name for each part of ``spec``: behind ``own``, the name of a stack of experts, or without it in
-    a
-    linear layer. With several ``pieces``, for each part of each piece.
+    a linear layer. With several ``pieces``, for each part of each piece.
     """
     if pieces > 1:
         each = (parameter_names(spec, f"{own}_{number}") for number in range(pieces))
@@ -168,8 +167,7 @@ class BlockRows(PackedMatrix):
 
 class BlockLinear(nn.Module):
     """A linear layer whose weight is the tensors of ``spec``. ``heads``: the number of heads whose outputs have their
-    two
-    halves interleaved, in llama.cpp's rotary layout; the forward de-interleaves them. 0: no such heads.
+    two halves interleaved, in llama.cpp's rotary layout; the forward de-interleaves them. 0: no such heads.
     """
 
     def __init__(self, spec: Spec, bias: nn.Parameter | None, dtype: torch.dtype, heads: int = 0) -> None:
@@ -203,8 +201,7 @@ class BlockLinear(nn.Module):
 
 def unpacking_bytes(model: nn.Module, dtype: torch.dtype, at_once: bool = False) -> int:
     """Memory in bytes that multiplying with inputs in ``dtype`` needs for dequantized weights where there are no
-    kernels.
-    ``at_once``: on a device, which may dequantize without further memory.
+    kernels. ``at_once``: on a device, which may dequantize without further memory.
     """
     specs = {spec for module in model.modules() for spec in getattr(module, "block_specs", ())}
     each = [_UNPACKING_BYTES * min(s.outputs, _tile(s)) * s.inputs for s in specs]
@@ -245,8 +242,7 @@ def put_linear(model: nn.Module, path: str, spec: Spec, dtype: torch.dtype, head
 
 def put_matrix(module: nn.Module, own: str, spec: Spec, dtype: torch.dtype, looks_up: bool = False) -> None:
     """Replace parameter ``own`` of another kind of module, an embedding or a router, by parameters of ``spec`` on the
-    meta
-    device. ``looks_up``: an embedding whose forward only looks up rows.
+    meta device. ``looks_up``: an embedding whose forward only looks up rows.
     """
     delattr(module, own)
     register(module, spec, "", ())

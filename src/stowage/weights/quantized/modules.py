@@ -150,9 +150,8 @@ class Target:
 
 def targets(model: Any) -> Iterator[Target]:
     """The parameters of ``model`` (which may be on the meta device) that can be packed: linear layers, and stacked
-    experts
-    whose module loops over them. Left out are tied parameters, routers, and small matrices. If there are any others,
-    the table that is both embedding and output layer comes last.
+    experts whose module loops over them. Left out are tied parameters, routers, and small matrices. If there are any
+    others, the table that is both embedding and output layer comes last.
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     shared = {*tied.keys(), *tied.values()}

@@ -190,8 +190,7 @@ def _of_many(module: Any, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def has_grouped_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch has a grouped kernel, ``torch._grouped_mm``, on ``device``. On an H100 (compute capability 9) a row
-    of
-    it did not depend on the expert's other rows; elsewhere torch multiplies one expert after the other.
+    of it did not depend on the expert's other rows; elsewhere torch multiplies one expert after the other.
     """
     return device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device)[0] == 9
 
@@ -219,8 +218,7 @@ def stacked_linear(
     x: Tensor, module: Any, own: str, chosen: Tensor, multiply: Callable[..., Tensor] = one_by_one
 ) -> Tensor:
     """The product (rows, outputs) of ``x`` (rows, inputs), each row with the expert ``chosen`` (rows) of the module's
-    stack
-    ``own``, plus its bias. Experts that the module does not have give zeros. ``multiply``: as `one_by_one`; torch
+    stack ``own``, plus its bias. Experts that the module does not have give zeros. ``multiply``: as `one_by_one`; torch
     function modes pass their own.
     """
     if has_torch_function((x,)):
