@@ -10,6 +10,7 @@ from typing import Any
 
 from stowage.cli.checks import Check
 from stowage.errors import ConfigError
+from stowage.plugins.vllm.adapter import READ_FROM_FILES
 from stowage.plugins.vllm.settings import Options, read
 
 NAME = "StowageConnector"
@@ -23,8 +24,6 @@ _SHORT = {
     "-sc": "speculative_config",
 }
 _FLAGS, _SETTINGS = "vLLM's flags", "settings"
-_NO_FILES = ("ipc_cache", "modelexpress", "tensorizer")
-"""Formats of ``--load-format`` whose weights are no files of the model."""
 _SETTINGS_FIX = "Change the setting that is named; docs/vllm.md lists all of them."
 
 
@@ -180,7 +179,7 @@ def check_flags(flags: Mapping[str, str], *, recurrent: bool) -> list[Check]:
     if flags.get("load_format") == "dummy":
         fix = "Nothing to do for a trial; otherwise leave --load-format out."
         checks.append(Check(_FLAGS, "note", "random weights: what is stored serves that process alone", fix))
-    elif flags.get("load_format") in _NO_FILES or flags.get("model_weights"):
+    elif flags.get("load_format", "auto") not in READ_FROM_FILES or flags.get("model_weights"):
         fix = "Load from a directory or the hub where later processes shall find what was stored."
         checks.append(Check(_FLAGS, "note", "weights that are no files of the model serve that process alone", fix))
     if any(name in flags.get("pooler_config", "") for name in ("MEAN", "CLS", "STEP")):

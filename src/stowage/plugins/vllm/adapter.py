@@ -19,6 +19,7 @@ from stowage.errors import ConfigError, UnsupportedModelError
 
 __all__ = [
     "NULL",
+    "READ_FROM_FILES",
     "Drafts",
     "GroupShape",
     "Lora",
@@ -48,6 +49,11 @@ __all__ = [
 SUPPORTED = ("0.32", "0.33")
 NULL = 0
 """vLLM's null block."""
+READ_FROM_FILES = frozenset(
+    "auto bitsandbytes fastsafetensors gguf hf instanttensor mistral npcache pt runai_streamer runai_streamer_sharded "
+    "safetensors sharded_state".split()
+)
+"""Formats of ``--load-format`` that read the files of the model. The others fetch weights from somewhere."""
 
 
 @dataclass(frozen=True)

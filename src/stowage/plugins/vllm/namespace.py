@@ -33,11 +33,6 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json", "*.py
 _NO_TENSORS = (".json", ".py")
 _NOT_WEIGHTS = ("tokenizer*.json", "generation_config.json", "special_tokens_map.json", "*.index.json")
 
-_FROM_FILES = frozenset(
-    "auto bitsandbytes fastsafetensors gguf hf instanttensor mistral npcache pt runai_streamer runai_streamer_sharded "
-    "safetensors sharded_state".split()
-)
-"""Formats of ``--load-format`` that read the files of the model. The others fetch weights from somewhere."""
 _LLAMA4_TUNED_FROM = 32768
 
 _DIGEST: Final = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
@@ -162,7 +157,9 @@ def _weights(model: Any, config: Any) -> str:
     load_format = str(config.load_config.load_format)
     if "dummy" in load_format:
         return _private(f"the weights are random (load_format={load_format})")
-    elsewhere = getattr(model, "model_weights", "") or (load_format if load_format not in _FROM_FILES else "")
+    elsewhere = getattr(model, "model_weights", "") or (
+        load_format if load_format not in adapter.READ_FROM_FILES else ""
+    )
     if elsewhere:
         return _private(f"the weights come from {elsewhere} and not from files in a directory")
     directory = _directory(model)
