@@ -61,15 +61,14 @@ static inline ALWAYS __m256i avx2_fifths(const uint8_t *at)
     return _mm256_and_si256(_mm256_cmpeq_epi8(bits, bit), _mm256_set1_epi8(16));
 }
 
-DEALT(q5_0)
-{
-    BOTH blocks[b] = _mm256_or_si256(avx2_split(at + 44 * p + 22 * b + 6), avx2_fifths(at + 44 * p + 22 * b + 2));
-}
-
-DEALT(q5_1)
-{
-    BOTH blocks[b] = _mm256_or_si256(avx2_split(at + 48 * p + 24 * b + 8), avx2_fifths(at + 48 * p + 24 * b + 4));
-}
+#define WITH_FIFTHS(format, BYTES)                                                                                     \
+    DEALT(format)                                                                                                      \
+    {                                                                                                                  \
+        const uint8_t *last = at + (2 * p + 1) * BYTES;                                                                \
+        BOTH blocks[b] = _mm256_or_si256(avx2_split(last + b * BYTES - 16), avx2_fifths(last + b * BYTES - 20));       \
+    }
+WITH_FIFTHS(q5_0, 22) WITH_FIFTHS(q5_1, 24)
+#undef WITH_FIFTHS
 
 DEALT(q5_k)
 {
@@ -111,12 +110,6 @@ static inline ALWAYS __m256 avx2_more_by_128(__m256i dealt, int i)
     __m256i none = _mm256_setzero_si256(), high = _mm256_set1_epi8(0x43);
     __m256i halves = i < 2 ? _mm256_unpacklo_epi8(dealt, high) : _mm256_unpackhi_epi8(dealt, high);
     return (__m256)(i % 2 ? _mm256_unpackhi_epi16(none, halves) : _mm256_unpacklo_epi16(none, halves));
-}
-
-/* Eight that are whole numbers, of long scales less a zero point. */
-static inline ALWAYS __m256 avx2_from_zero(int long_scales, __m256i codes, float zero)
-{
-    return _mm256_cvtepi32_ps(long_scales ? _mm256_sub_epi32(codes, (__m256i)_mm256_set1_ps(zero)) : codes);
 }
 
 /* Weights of such codes, of a block's `scale` and what `avx2_ready` laid out beside it. */
@@ -211,8 +204,9 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
     avx2_number(KIND, SIZE, LONG(FORMAT), CODES_##SIZE(format, LONG(FORMAT), at, (int)(g % PER), dealt, more),         \
                 KIND == TWO && i > 1 ? more : own, more)
 #define CODES_MEDIUM(format, long_scales, at, part, dealt, more) avx2_more_by_128(dealt, i)
-#define CODES_SMALL(format, long_scales, at, part, dealt, more)                                                        \
-    avx2_from_zero(long_scales, whole_avx2_##format(at, part, b, i), more)
+#define CODES_SMALL(format, long_scales, at, part, dealt, more) /* of long scales less a zero point */                 \
+    _mm256_cvtepi32_ps(_mm256_sub_epi32(whole_avx2_##format(at, part, b, i),                                           \
+                                        long_scales ? (__m256i)_mm256_set1_ps(more) : _mm256_setzero_si256()))
 #define CODES_LARGE CODES_SMALL
 #define DEAL_MEDIUM(format, at, part, p, blocks) dealt_avx2_##format(at, part, p, blocks)
 #define DEAL_SMALL(format, at, part, p, blocks)
