@@ -114,6 +114,34 @@ def test_a_tier_that_is_late_is_learned(checkpoints, references, monkeypatch):
         assert_same(engine.generate([prompt], greedy(4))[0], expected)
 
 
+class SilentTier(DictTier):
+    """Takes what is stored, and brings nothing back."""
+
+    loads = 0
+
+    def load(self, transfer):
+        self.loads += 1
+
+
+@pytest.mark.hurried
+def test_a_tier_that_takes_and_never_brings_costs_few_prompts_their_deadline(checkpoints):
+    """Each waited as long as its recompute takes: what was stored in between kept the circuit breaker closed."""
+    tier = SilentTier(64 << 20)
+    with Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB", host_memory="8MiB"), tiers=[tier]) as engine:
+        for number in range(12):
+            prompt = random_prompt(PROMPT_TOKENS, seed=number)
+            for _ in range(2):
+                (completion,) = engine.generate([prompt], greedy(1))
+                assert not any(completion.reused_tokens.values())
+                assert engine.flush()
+                engine.drop_device_cache()
+                engine.drop_host()
+        stats = engine.stats()
+        assert stats["store"]["dict.breaker"] == "closed"
+        assert 2 <= tier.loads <= 5 and stats["engine"]["loads_refused"] >= 7
+        engine.close(timeout_s=1.0)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_what_host_has_is_used_where_the_rest_is_not_worth_loading(family, checkpoints, references, monkeypatch):
     tier = DictTier(64 << 20)

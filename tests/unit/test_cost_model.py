@@ -105,6 +105,34 @@ def test_what_missed_its_deadline_is_learned() -> None:
     cost_model = CostModel(30.0)
     cost_model.computed(1000, 1.0)
     cost_model.missed({1: 4000, 2: 800, 3: 600}, {1: 1000, 2: 800}, 2.0)
-    assert cost_model.bytes_per_s == {1: 500.0}  # not of one that was complete, nor of one that is ill
+    assert cost_model.bytes_per_s == {1: 500.0}  # not of one that was complete, nor of one that was silent
     assert not cost_model.worth_loading(1000, {1: 4000})
     assert cost_model.worth_loading(1000, {2: 4000})
+
+
+def test_one_disturbed_forward_lets_no_prompt_wait_long() -> None:
+    """A process that stood still for some minutes: a load that hangs afterwards costs about a recompute all the same."""
+    cost_model = CostModel(load_timeout_s=30)
+    cost_model.computed(1000, 1.0)
+    cost_model.computed(1000, 200.0)
+    assert cost_model.load_limit_s(1000) < 2
+    for _ in range(12):
+        cost_model.computed(1000, 200.0)
+    assert cost_model.load_limit_s(1000) == 30, "it is slow indeed"
+
+
+def test_a_silent_tier_is_waited_for_ever_less_often() -> None:
+    """Stores that it takes keep its circuit breaker closed, however few loads it brings in time."""
+    cost_model = CostModel(load_timeout_s=30)
+    cost_model.computed(1000, 1.0)
+    tries = []
+    for number in range(200):
+        if cost_model.worth_loading(1000, {1: 4000}):
+            tries.append(number)
+            cost_model.silent(1, 10.0 * number, 10.0 * number + 1)
+            cost_model.silent(1, 10.0 * number, 10.0 * number + 1)  # asked at the same time, by another prompt
+    assert tries[:2] == [0, 1] and len(tries) < 13 and tries[3] - tries[2] > tries[2] - tries[1] > 2
+    assert cost_model.worth_loading(10**6, {1: 4000}), "there is time for it"
+    assert not cost_model.worth_loading(1000, {1: 4000})
+    cost_model.loaded(1, 4000, 0.1)
+    assert cost_model.worth_loading(1000, {1: 4000})

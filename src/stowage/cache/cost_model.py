@@ -1,13 +1,14 @@
 """The cost model: measured speeds of computing and loading, to decide whether loading a prefix is worth it.
 
-Owns moving averages: seconds per forward, by power of two of its tokens, and bytes per second of each tier. A forward
-has a fixed cost (every weight is read), so sizes are measured separately: short pieces after long hits say little about
-a long prefill. What has not been measured yet counts as worth loading, with a deadline of the best possible compute
-time.
+Owns moving averages: seconds per forward, by power of two of its tokens, and bytes per second of each tier; and how
+long a tier was last waited for in vain. A forward has a fixed cost (every weight is read), so sizes are measured
+separately: short pieces after long hits say little about a long prefill. What has not been measured yet counts as worth
+loading, with a deadline of the best possible compute time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -15,6 +16,11 @@ from numpy.typing import NDArray
 
 _NEWEST_SHARE, _NEWEST_SHARE_IF_FASTER = 0.25, 0.5
 """Disturbances only make a measurement longer, so a faster one weighs more."""
+_DISTURBED_RATIO = 4.0
+"""A forward that takes so many times as long as its like was disturbed: it counts as no longer than that."""
+_SILENT_RATIO, _SILENT_RATIO_MAX = 2.0, 256.0
+"""A tier that has brought nothing in time twice in a row is taken to need so many times as long, then the square of it,
+up to a limit."""
 _DEADLINE_LEAST_S = 0.05
 _FORGIVENESS = 1.25
 _PREFILL_TOKENS_LEAST = 16
@@ -57,16 +63,22 @@ class CostModel:
         self._tokens_per_s_most = tokens_per_s_most
         self._forwards: dict[int, _Point] = {}
         self.bytes_per_s: dict[int, float] = {}
+        self._least_s: dict[int, float] = {}
+        """What a load from a tier that brought nothing in time is taken to need, be it ever so short."""
+        self._silences: dict[int, tuple[int, float]] = {}
+        """How often in a row, and when last."""
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A forward of so many tokens took ``seconds``."""
         order = tokens.bit_length()
         old_tokens, old_s = self._forwards.get(order, (tokens, seconds))
+        seconds = min(seconds, _DISTURBED_RATIO * old_s * tokens / old_tokens)
         share = _NEWEST_SHARE_IF_FASTER if seconds * old_tokens < old_s * tokens else _NEWEST_SHARE
         self._forwards[order] = (_blend(old_tokens, tokens, share), _blend(old_s, max(seconds, 1e-9), share))
 
     def loaded(self, tier: int, nbytes: int, seconds: float) -> None:
         """``nbytes`` came from ``tier`` in ``seconds``."""
+        self._heard(tier)
         rate = nbytes / max(seconds, 1e-9)
         self.bytes_per_s[tier] = _blend(self.bytes_per_s.get(tier, rate), rate, _NEWEST_SHARE)
 
@@ -77,17 +89,35 @@ class CostModel:
 
     def missed(self, bytes_of_tier: Mapping[int, int], came: Mapping[int, int], seconds: float) -> None:
         """A fetch of these bytes ended after ``seconds`` with only ``came`` of them. Counts for tiers that delivered a
-        part: one that delivered nothing is the circuit breaker's case, and one that delivered all may have been faster.
+        part: see ``silent`` for those that delivered nothing, and one that delivered all may have been faster.
         """
         for tier, nbytes in bytes_of_tier.items():
             if 0 < came.get(tier, 0) < nbytes:
                 self.loaded(tier, came[tier], seconds)
+
+    def silent(self, tier: int, began_s: float, ended_s: float) -> None:
+        """``tier`` brought nothing in that time. Its circuit breaker may stay closed, since it may still take stores.
+        Fetches at the same time count once.
+        """
+        count, last_s = self._silences.get(tier, (0, -math.inf))
+        if began_s < last_s:
+            return
+        self._silences[tier] = count + 1, ended_s
+        if count:
+            ratio = min(_SILENT_RATIO**count, _SILENT_RATIO_MAX)
+            self._least_s[tier] = max(self._least_s.get(tier, 0.0), ratio * (ended_s - began_s))
+
+    def _heard(self, tier: int) -> None:
+        self._least_s.pop(tier, None)
+        self._silences.pop(tier, None)
 
     def forget(self) -> None:
         """Forget all measurements: the next loads are tried, whatever they cost."""
         self._forwards.clear()
         self._tokens_per_s_most = 0.0
         self.bytes_per_s.clear()
+        self._least_s.clear()
+        self._silences.clear()
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -136,6 +166,8 @@ class CostModel:
         # A refused tier is not measured again: raise its rate a little each time, until it gets another try.
         for tier in bytes_of_tier.keys() & self.bytes_per_s.keys():
             self.bytes_per_s[tier] *= _FORGIVENESS
+        for tier in bytes_of_tier.keys() & self._least_s.keys():
+            self._least_s[tier] /= _FORGIVENESS
         return False
 
     def worth_overlapping(self, tokens: int, bytes_of_tier: Mapping[int, int]) -> bool:
@@ -152,11 +184,15 @@ class CostModel:
 
     def load_s(self, bytes_of_tier: Mapping[int, int]) -> float:
         """Predicted time to load these bytes; tiers without a measurement count 0."""
-        measured = {tier: nbytes for tier, nbytes in bytes_of_tier.items() if tier in self.bytes_per_s}
-        return sum(nbytes / self.bytes_per_s[tier] for tier, nbytes in measured.items())
+        return sum(
+            max(nbytes / self.bytes_per_s.get(tier, math.inf), self._least_s.get(tier, 0.0))
+            for tier, nbytes in bytes_of_tier.items()
+        )
 
     def bounded(self, tier: int, least: float, most: float) -> None:
         """``tier`` was observed to deliver between ``least`` and ``most`` bytes per second."""
+        if least:
+            self._heard(tier)
         known = self.bytes_per_s.get(tier)
         if known is not None and least <= most and not least <= known <= most:
             self.bytes_per_s[tier] = _blend(known, least if known < least else most, _NEWEST_SHARE)

@@ -272,13 +272,20 @@ class PrefixPlanner:
         sizes = (self._strategies[part.group].group.bytes_per_chunk for part in plan.loads)
         return bytes_of_tiers(zip(plan.fetch.sources, sizes, strict=True))
 
-    def learn(self, plan: PrefixPlan, now_s: float) -> None:
-        """Update the cost model with the fetch's speed. Only valid if its end was noticed at once."""
+    def learn(self, plan: PrefixPlan, now_s: float, *, at_once: bool = True) -> None:
+        """Update the cost model with the fetch's speed, if its end was noticed ``at_once``, and with which tiers brought
+        nothing until its deadline.
+        """
         assert plan.fetch is not None
         if all((slots >= 0).all() for slots in plan.fetch.slots):
-            self._cost_model.delivered(self.loaded_bytes(plan), now_s - plan.began_s)
+            if at_once:
+                self._cost_model.delivered(self.loaded_bytes(plan), now_s - plan.began_s)
         elif plan.began_s < plan.fetch.deadline_s <= now_s:  # else every prompt would wait for that tier again
-            self._cost_model.missed(plan.bytes_below, self.loaded_bytes(plan), now_s - plan.began_s)
+            came = self.loaded_bytes(plan)
+            if at_once:
+                self._cost_model.missed(plan.bytes_below, came, now_s - plan.began_s)
+            for tier in plan.bytes_below.keys() - came.keys():
+                self._cost_model.silent(tier, plan.began_s, plan.fetch.deadline_s)
 
     def overlap(self, row: RowKeys, begin: int, end: int, step: int, now_s: float) -> OverlappedLoad:
         """Start an overlapped load of ``[begin, end)``. ``step``: forwards end at multiples of it."""

@@ -219,8 +219,8 @@ class Admissions:
         """Copy fetched chunks into their blocks: RUNNING afterwards, or WAITING again with failed chunks refused."""
         sequence = admission.sequence
         loaded = self._load(admission, plan)
-        if plan.fetch is not None and admission.began_forward == self.forwards:
-            self._planner.learn(plan, self._clock())
+        if plan.fetch is not None:
+            self._planner.learn(plan, self._clock(), at_once=admission.began_forward == self.forwards)
         if not loaded:
             self._roll_back(admission)
             self._requeue(admission)

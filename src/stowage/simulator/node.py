@@ -162,10 +162,8 @@ class Node:
             return
         counts = np.zeros(len(self.outcomes.reused), np.int64)
         if plan.fetch is not None:
-            if (
-                self.store.tiers and prompt.began_forward == self._forwards
-            ):  # while one computes, nobody sees what arrives
-                self._planner.learn(plan, now_s)
+            if self.store.tiers:  # while one computes, nobody sees what arrives
+                self._planner.learn(plan, now_s, at_once=prompt.began_forward == self._forwards)
             self.store.flow.release(plan.fetch)
             if self._planner.refuse_missing(prompt.prefix, plan):
                 self._again(prompt, now_s)
