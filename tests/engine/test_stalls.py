@@ -276,7 +276,7 @@ def test_a_share_of_the_reads_stalls(play: Play, every: int) -> None:
     while not hits or (every > 1 and hits[-1] <= REQUESTS[every] // 2):
         assert len(hits) < TRIES, f"reads that do not stall are hits: {hits} of {REQUESTS[every]}"
         result = assert_in_time(play, one_by_one, every)
-        assert len(result["stalled_s"]) >= (4 if every == 1 else 2)  # of eight readers, each request takes two
+        assert len(result["stalled_s"]) >= 2  # after two in a row the disk is taken to be slow
         hits.append(result["hits"])
 
 
