@@ -212,6 +212,8 @@ def _litellm(model: str, base: str, **more: Any) -> Any:
 
 @case
 def litellm_both() -> Any:
+    import litellm
+
     tools = [{"type": "function", "function": {"name": "trip", "parameters": Trip.model_json_schema()}}]
     found: list[Any] = []
     for provider, base in (("openai", V1), ("anthropic", URL)):
@@ -220,7 +222,13 @@ def litellm_both() -> Any:
         text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
         call = _litellm(provider, base, tools=tools, tool_choice="required").choices[0].message.tool_calls[0].function
         found += [text == whole != "", call.name, json.loads(call.arguments)]
-    return found
+        for count in (1, 20_000):  # the answer that is asked for is too long, or the prompt is
+            messages = [{"role": "user", "content": "word " * count}]
+            try:
+                _litellm(provider, base, messages=messages, max_tokens=8192)
+            except litellm.ContextWindowExceededError:
+                found.append(True)
+    return found if len(found) == 10 else "a prompt that is too long is not known as such"
 
 
 @case

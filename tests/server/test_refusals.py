@@ -264,6 +264,7 @@ def test_what_the_device_cannot_hold(start) -> None:
             with pytest.raises(openai.BadRequestError) as caught:
                 client.completions.create(model="tiny", prompt=prompt, max_tokens=count)
             assert caught.value.code == "context_length_exceeded"
+            assert "prompt is too long" in str(caught.value), "the words by which LangChain and LiteLLM know it"
         asked = {"messages": [{"role": "user", "content": "x" * (room - 30)}], "extra_body": {"ignore_eos": True}}
         assert client.chat.completions.create(model="tiny", **asked).usage.total_tokens == room + 1
     small.stop()

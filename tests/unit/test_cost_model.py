@@ -111,7 +111,7 @@ def test_what_missed_its_deadline_is_learned() -> None:
 
 
 def test_one_disturbed_forward_lets_no_prompt_wait_long() -> None:
-    """A process that stood still for some minutes: a load that hangs afterwards costs about a recompute all the same."""
+    """A process that stood still for minutes: a load that hangs afterwards costs about a recompute all the same."""
     cost_model = CostModel(load_timeout_s=30)
     cost_model.computed(1000, 1.0)
     cost_model.computed(1000, 200.0)

@@ -273,8 +273,8 @@ class PrefixPlanner:
         return bytes_of_tiers(zip(plan.fetch.sources, sizes, strict=True))
 
     def learn(self, plan: PrefixPlan, now_s: float, *, at_once: bool = True) -> None:
-        """Update the cost model with the fetch's speed, if its end was noticed ``at_once``, and with which tiers brought
-        nothing until its deadline.
+        """Update the cost model with the fetch's speed, if its end was noticed ``at_once``, and with which tiers
+        brought nothing until its deadline.
         """
         assert plan.fetch is not None
         if all((slots >= 0).all() for slots in plan.fetch.slots):

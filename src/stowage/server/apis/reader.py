@@ -190,13 +190,16 @@ class Reader:
         template: Mapping[str, Any] = PLAINLY,
         param: str = "prompt",
     ) -> Prompt:
-        """The tokens of a text, of tokens or of messages, checked to leave room for the answer. Raises ApiError."""
+        """The tokens of a text, of tokens or of messages, checked to leave room for the answer. Raises ApiError.
+
+        That the prompt is too long is said in Anthropic's words, by which LangChain and LiteLLM know such an error.
+        """
         most, chat = self.max_prompt_tokens, param != "prompt"
         try:
             tokens = self.prompts.read(raw, most, begin, template)
         except PromptTooLong as error:
             count = error.what.removesuffix(" tokens")
-            what = f"This server takes at most {most} tokens in {param!r}; these are {count.rstrip(',')}."
+            what = f"The prompt is too long: at most {most} tokens in {param!r}, and these are {count.rstrip(',')}."
             raise bad(what, param, "context_length_exceeded") from error
         except ApiError:
             raise
@@ -205,9 +208,9 @@ class Reader:
         room = self.tokens_max - len(tokens) + 1
         if new_tokens is not None and new_tokens > room:
             raise bad(
-                f"The longest sequence here is {self.tokens_max} tokens, and one more that ends it. These are "
-                f"{len(tokens)} in {param!r}, and {new_tokens} more are asked for: shorten {param!r}, or ask for at "
-                f"most {room}.",
+                f"The prompt is too long for such an answer: the longest sequence here is {self.tokens_max} tokens, "
+                f"and one more that ends it. These are {len(tokens)} in {param!r}, and {new_tokens} more are asked "
+                f"for: shorten {param!r}, or ask for at most {room}.",
                 param,
                 "context_length_exceeded",
             )
