@@ -46,7 +46,7 @@ COMPAT_TESTS := tests/engine/families/test_families.py tests/engine/test_parity.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval llamacpp clients deploy-tools browser commands exhaustive families vllm vllm-next vllm-env sglang real real-model compat pythons release-check clean
+.PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval llamacpp clients deploy-tools browser commands exhaustive emulated-avx512 families vllm vllm-next vllm-env sglang real real-model compat pythons release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -158,6 +158,9 @@ $(LM_EVAL_STAMP): $(ENV_STAMP) requirements/lmeval.txt
 	@rm -rf $(dir $@)
 	@$(PIP) install --quiet --no-deps --no-compile --target $(dir $@) --requirement requirements/lmeval.txt
 	@touch $@
+
+emulated-avx512: $(ENV_STAMP) ## kernels of AVX-512 and AMX on a processor with AVX2 alone: instructions are emulated, some ten minutes
+	$(PY) scripts/emulated_avx512.py
 
 compat: $(COMPAT)/$(or $(SERIES),newest)/.installed ## the newest series of Transformers, or SERIES=5.20: parity, reuse, library; the oldest is the pinned one
 	PYTHONPATH=$(COMPAT)/$(or $(SERIES),newest) $(PY) -m pytest $(PARALLEL) -m "not slow and "$(ALL_FAMILIES) $(COMPAT_TESTS)
