@@ -1,7 +1,8 @@
-"""Ctrl-C while something is closed, or a step that outlasts it: closed again, it gives everything back."""
+"""Ctrl-C while something is closed, a step that outlasts it, or no close at all: all is given back all the same."""
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable
@@ -12,10 +13,12 @@ import pytest
 
 from stowage import Engine, Memory, PrefixCache, SamplingParams
 from stowage.cache.store import TieredStore
+from stowage.executor.replay.cache import ReplayCache
 from stowage.storage.disk import DiskTier
 from stowage.storage.disk.system import ThreadWorkerPool
 from stowage.testing import tiny_models
 from tests.library.conftest import SIZE, answer, model_of, tokens
+from tests.nursery import wait_until
 
 PROMPT = tokens(200)
 WAITS = [(threading.Thread, "join"), (TieredStore, "close"), (DiskTier, "close"), (ThreadWorkerPool, "join")]
@@ -93,3 +96,42 @@ def test_a_step_that_outlasts_the_time_to_close(tmp_path: Path) -> None:
     released.set()
     engine.close()
     assert held() == before
+
+
+def test_a_model_of_the_users_own_is_as_it_was_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.build("llama", SIZE)
+    before = [sorted(vars(module)) for module in model.modules()], model.config._attn_implementation
+    engine = Engine(model, Memory(kv_cache_memory="8MiB"))
+    assert before[0] != [sorted(vars(module)) for module in model.modules()]
+    close_twice(engine.close, monkeypatch, ReplayCache, "close")
+    assert before == ([sorted(vars(module)) for module in model.modules()], model.config._attn_implementation)
+
+
+def opened(tmp_path: Path) -> Engine:
+    memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB", disk=f"{tmp_path / 'cache'}:64MiB")
+    return Engine(model_of("llama"), memory)
+
+
+def test_an_engine_that_is_dropped(tmp_path: Path) -> None:
+    """As when a cell of a notebook opens another one under its name."""
+    before = held()
+    engine = opened(tmp_path)
+    engine.generate(PROMPT.tolist(), SamplingParams(max_new_tokens=2))
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.copy(engine)
+    with pytest.warns(ResourceWarning, match="an Engine was dropped"):
+        del engine
+    assert held() == before
+
+
+@pytest.mark.filterwarnings("ignore:an Engine was dropped:ResourceWarning")
+def test_a_request_keeps_its_engine_open(tmp_path: Path) -> None:
+    """Until it has ended: then the engine's own thread may be the last to know it."""
+    before, came = held(), []
+    request = opened(tmp_path).submit(PROMPT[0].tolist(), SamplingParams(max_new_tokens=5, ignore_eos=True))
+    assert request.wait(60) and request.result().finish_reason == "length"
+    del request
+    assert held() == before
+    opened(tmp_path).submit(PROMPT[0].tolist(), SamplingParams(max_new_tokens=5, ignore_eos=True), came.append)
+    wait_until(lambda: held() == before, "the end of an engine that nobody refers to")
+    assert came[-1].completion.finish_reason == "length"

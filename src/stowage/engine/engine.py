@@ -14,6 +14,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from stowage.engine.request import Completion, Delta, Progress, Request
 from stowage.engine.sampling import Sampler, SamplingParams
 from stowage.engine.scheduler_assembly import assemble_scheduler
 from stowage.engine.sequence import Sequence
+from stowage.engine.shutdown import Shutdown
 from stowage.engine.too_long import too_long
 from stowage.errors import RequestError
 from stowage.executor.block_table import BlockTable
@@ -140,6 +142,11 @@ class Engine:
         scheduler, kv_manager = self._scheduler, self._kv_manager
         self._loop = Loop(parts.runner, scheduler, kv_manager, self.store, cost_model, eos, self._clock, threads)
         self._lock = self._loop.lock
+        weights = self.weights if self._owns_weights else None
+        asynchronous = kv_manager.async_copies
+        self._shutdown = Shutdown(self._loop, parts, asynchronous, self._adapters, weights, self._clock)
+        if threads is threading:
+            weakref.finalize(self, self._shutdown.dropped).atexit = False
 
     # asking
 
@@ -235,7 +242,7 @@ class Engine:
         """
         check_request(params, on_delta)
         sequence = self._new_sequence(prompt, params or SamplingParams(), salt, adapter)
-        request = Request(sequence.id, on_delta, partial(progress_of, sequence, self._clock))
+        request = Request(sequence.id, on_delta, partial(self._progress_of, sequence))  # and keeps the engine open
         self._loop.submit(request, sequence)
         return request
 
@@ -244,6 +251,9 @@ class Engine:
         ended one.
         """
         self._loop.cancel(request)
+
+    def _progress_of(self, sequence: Sequence) -> Progress:
+        return progress_of(sequence, self._clock)
 
     def _new_sequence(
         self, prompt: Prompt, params: SamplingParams, salt: str | bytes, adapter_name: str | None
@@ -364,25 +374,9 @@ class Engine:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Cancel what runs, let spills finish within ``timeout_s``, give all memory back. Again: what an interrupt or a
-        long step left undone.
+        long step left undone. An engine that is dropped, with all of its requests, is closed, with a ResourceWarning.
         """
-        until_s = self._clock() + timeout_s
-        with self._loop.ended(timeout_s) as has_ended:
-            if has_ended:
-                self._give_back(until_s)
-
-    def _give_back(self, until_s: float) -> None:
-        self.parts.runner.close()
-        if self._adapters is not None:
-            self._adapters.remove()
-        for pool in self.parts.pools:
-            pool.offloaded.clear()
-        self._close_weights()
-        if self.store is not None:
-            self._kv_manager.async_copies.collect(wait=True)
-            if self.parts.link is not None:
-                self.parts.link.close()
-            self.store.close(max(0.0, until_s - self._clock()))
+        self._shutdown.close(timeout_s)
 
     def _close_weights(self) -> None:
         if self.weights is not None and self._owns_weights:
@@ -393,3 +387,8 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an Engine cannot be copied or pickled: it has a thread and open files. Open one where it is used."
+        )

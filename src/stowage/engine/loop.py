@@ -49,8 +49,8 @@ _NOTIFIERS_MAX = 32
 
 
 class Loop:
-    """Runs from construction on. ``eos``: tokens that end a sequence. ``threads``: the source of locks, conditions and
-    threads (the simulator has its own). ``closing``: new requests are refused.
+    """Runs from construction on. ``eos``: tokens that end a sequence. ``threads``: where locks and threads come from.
+    ``closing``: new requests are refused. ``is_taken_apart``: what it used was given back.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Loop:
         self.open: dict[int, tuple[Request, Sequence]] = {}
         self.closing = False
         self._end_lock = threads.RLock()
-        self._is_taken_apart = False
+        self.is_taken_apart = False
         self._inbox: list[tuple[Request, Sequence]] = []
         self._wakeup = threads.Condition()
         self._checked_s = clock()
@@ -139,8 +139,8 @@ class Loop:
             alive = self.thread.is_alive()
             if alive:
                 logger.warning("a step outlasts the %.0f s given to close; close again for its memory", timeout_s)
-            yield not (alive or self._is_taken_apart)
-            self._is_taken_apart = not alive
+            yield not (alive or self.is_taken_apart)
+            self.is_taken_apart = not alive
 
     def _refuse(self) -> None:
         with self._wakeup:

@@ -80,8 +80,10 @@ class Runner:
         if model.device.type == "cpu":
             keep_freed()
         norms.install(model, fused=self._kernels)
+        self._uninstall = [norms.uninstall]
         if self._kernels:
             recurrent_layers.install(model)
+            self._uninstall.append(recurrent_layers.uninstall)
         mode = mode_of(model, exact=self._exact, int8=int8)
         self._mode: AbstractContextManager[Any] = mode or nullcontext()
         self._mode_of_pieces: AbstractContextManager[Any] = self._mode
@@ -149,21 +151,19 @@ class Runner:
                 assert not bool(pool.storage[PADDING_BLOCK].any()), "the padding block is not zero"
 
     def close(self) -> None:
-        """Restore the model's own modules and attention, and free the recordings. Again: nothing."""
-        if self._closed:
-            return
-        self._closed = True
+        """Restore the model's own modules and attention, and free the recordings. Again: what an interrupt left."""
         for cache in (self.steps, self.prompts, self.graphs):
             if cache is not None:
                 cache.close()
-        attention.uninstall(self._model)
+        if not self._closed:
+            self._closed = True
+            attention.uninstall(self._model)
         self.give_back()
 
     def give_back(self) -> None:
         """Restore the model's own norms and recurrent layers."""
-        norms.uninstall(self._model)
-        if self._kernels:
-            recurrent_layers.uninstall(self._model)
+        while self._uninstall:
+            self._uninstall.pop()(self._model)
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Tensor]:
