@@ -103,7 +103,9 @@ def shard(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
     (tmp_path / "in").mkdir()
     (tmp_path / "out").mkdir()
     save_file(tensors, tmp_path / "in" / "model.safetensors", {"format": "pt"})
-    written = writer.write([tmp_path / "in" / "model.safetensors"], tmp_path / "out", lambda _done, _all: None)
+    written = writer.write(
+        [tmp_path / "in" / "model.safetensors"], tmp_path / "in", tmp_path / "out", lambda _done, _all: None
+    )
     assert (written.packed, written.kept) == (3, 2)
     raw = {name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
     return tmp_path / "out" / "model.safetensors", raw

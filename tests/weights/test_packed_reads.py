@@ -36,7 +36,9 @@ def packed(tmp_path: Path) -> Iterator[tuple[Checkpoint, dict[str, bytes]]]:
     for kind in ("raw", "packed"):
         (tmp_path / kind).mkdir()
     save_file(tensors, tmp_path / "raw" / "model.safetensors", {"format": "pt"})
-    written = writer.write([tmp_path / "raw" / "model.safetensors"], tmp_path / "packed", lambda _done, _all: None)
+    written = writer.write(
+        [tmp_path / "raw" / "model.safetensors"], tmp_path / "raw", tmp_path / "packed", lambda _done, _all: None
+    )
     assert (written.packed, written.kept) == (4, 1)
     checkpoint = Checkpoint([tmp_path / "packed" / "model.safetensors"])
     yield checkpoint, {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}

@@ -147,7 +147,7 @@ def pack(
             for path in sorted(source.iterdir()):
                 if path.is_file() and _is_copied(path.name):
                     shutil.copyfile(path, part / path.name)
-            _write_config(source / "config.json", part / "config.json", form)
+            _write_config(source / "config.json", part / "config.json", form, untied=written.untied)
         progress("checking", 0, 1)
         _prove(part)
         progress("checking", 1, 1)
@@ -188,7 +188,7 @@ def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what
     from stowage.weights.lossless import writer
 
     with _part(directory) as part:
-        written = writer.write(files, part, partial(progress, "packing"))
+        written = writer.write(files, source, part, partial(progress, "packing"))
         if not written.packed:
             raise UnsupportedModelError(f"{source} has no weights that take fewer bytes packed: run it as it is.")
         with _told(part):
@@ -200,8 +200,8 @@ def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what
         _prove(part)
         progress("checking", 1, 1)
         _give_name(part, directory)
-    before, after = written.bytes_before, written.bytes_after
-    return Packed(str(directory), "lossless", 0, before, after, {"lossless": written.packed}, 0, written.kept, 0.0)
+    sizes, counts = (written.bytes_before, written.bytes_after), {"lossless": written.packed}
+    return Packed(str(directory), "lossless", 0, *sizes, counts, 0, written.kept, 0.0)
 
 
 def _refuse_quantized(source: Path, config: Any, files: Sequence[Path]) -> None:
@@ -239,8 +239,11 @@ def _is_copied(name: str) -> bool:
     return plain or name.upper().startswith(("LICENSE", "NOTICE"))
 
 
-def _write_config(source: Path, path: Path, form: str) -> None:
+def _write_config(source: Path, path: Path, form: str, *, untied: bool) -> None:
+    """``untied``: the embedding is not the output layer, whatever ``source`` says."""
     entries = json.loads(source.read_text(encoding="utf-8"))
+    for part in (entries, entries.get("text_config") or {}) if untied else ():
+        part["tie_word_embeddings"] = False
     entries["quantization_config"] = {"quant_method": METHOD, "version": VERSION, "weights": form}
     with path.open("x", encoding="utf-8") as file:
         json.dump(entries, file, indent=2, sort_keys=True)

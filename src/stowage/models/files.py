@@ -12,7 +12,15 @@ from pathlib import Path, PurePath
 from stowage.errors import CheckpointError, ConfigError
 from stowage.models.hub import find, is_here
 
-__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "adapters_named", "check_adapter", "check_files", "check_given"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
+    "adapters_named",
+    "check_adapter",
+    "check_files",
+    "check_given",
+    "weight_files",
+]
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -86,15 +94,7 @@ def check_files(directory: Path) -> list[Path]:
             "Move adapter_config.json and adapter_model.safetensors to a directory of their own, and give it with "
             "--adapter; or merge it into the model."
         )
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            files = [directory / _plain(name) for name in names]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} is damaged ({error}); download the checkpoint again.") from error
-    else:
-        files = sorted(directory.glob("model*.safetensors"))
+    files = weight_files(directory)
     if not files:
         old = sorted(p.name for p in directory.glob("*.bin"))
         if old:
@@ -109,6 +109,23 @@ def check_files(directory: Path) -> list[Path]:
         _check_inside(path, directory)
         _check_file(path)
     return files
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that Transformers reads of a checkpoint: the one of the usual name, whatever lies beside
+    it, or those that the index names. Where there is neither, those that are called as a part of a model. Raises
+    CheckpointError for a damaged index.
+    """
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return sorted(directory.glob("model*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return [directory / _plain(name) for name in names]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error}); download the checkpoint again.") from error
 
 
 def _plain(name: str) -> str:

@@ -19,7 +19,7 @@ from stowage.config.wording import shown_value
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models import compat, identity, layout
 from stowage.models.directory import config_of, load_tokenizer, part_of
-from stowage.models.files import check_files
+from stowage.models.files import check_files, weight_files
 from stowage.models.hub import find
 from stowage.models.multimodal import TextPart, as_plain, class_of, load_with, text_model, text_part
 from stowage.models.whole import towers, trial_inputs, whole_part
@@ -279,7 +279,7 @@ def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str
     if modules.marked(part.config):
         options = {**options, "variant": modules.VARIANT}
     try:
-        with readable(sorted(directory.glob("*.safetensors"))):
+        with readable(weight_files(directory)):
             model, report = load_with(part).from_pretrained(
                 directory,
                 config=part.config,

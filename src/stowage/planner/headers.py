@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from stowage.core.geometry import Kind
 from stowage.errors import CheckpointError
+from stowage.models.files import weight_files
 from stowage.planner.model_config import ITEM_BYTES, LOSSLESS, PACKED, Fields
 from stowage.planner.shapes import (
     ATTENTION,
@@ -84,18 +85,6 @@ class Tensor:
         return self.dtype in _FLOATS
 
 
-def find_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; empty where there are none. Raises ``CheckpointError`` for a bad index."""
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(directory.glob("model*.safetensors"))
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        return [directory / Path(str(name)).name for name in names]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is damaged ({error}); download it again.") from error
-
-
 def read_header(path: Path) -> list[Tensor]:
     """The tensors of one file. Raises ``CheckpointError`` for one that is cut short or no safetensors file."""
     try:
@@ -141,7 +130,7 @@ def _form_of(name: str) -> str:
 
 def read_tensors(directory: Path) -> list[Tensor]:
     """All tensors of the language model in a checkpoint; empty where no weights are there."""
-    found = [tensor for path in find_files(directory) for tensor in read_header(path)]
+    found = [tensor for path in weight_files(directory) for tensor in read_header(path)]
     return [t for t in found if not any(part in t.name for part in _NOT_TEXT)]
 
 

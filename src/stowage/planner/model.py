@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from stowage.core.geometry import Kind
 from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.models.files import weight_files
 from stowage.planner import headers
 from stowage.planner.model_config import ITEM_BYTES, PACKED, Fields, read_config, run_dtype
 from stowage.planner.shapes import Attention, Kept, Layer, Model
@@ -53,7 +54,7 @@ def read_model(path: str | Path, dtype: str = "auto") -> Model:
         return headers.measured(headers.plain(fields, tensors, chosen), tensors, stored)
     model = shape(part.config, chosen)
     if fields.packed_as not in ("", PACKED):
-        return _published(model, part, headers.find_files(directory) if tensors else [])
+        return _published(model, part, weight_files(directory) if tensors else [])
     return headers.measured(model, tensors, stored) if tensors else model
 
 
@@ -85,7 +86,8 @@ def _published(model: Model, part: TextPart, files: list[Path]) -> Model:
         assert method is not None, "the config says that it is quantised"
         if files:
             plan = plan_of(files, part, method, getattr(torch, model.dtype), read=False)
-            return headers.measured(model, headers.of_plan(plan))
+            tied = model.tied and not plan.untied
+            return headers.measured(replace(model, tied=tied), headers.of_plan(plan))
         plain = meta_model(part, getattr(torch, model.dtype))
         specs = specs_of(plain, method, getattr(torch, model.dtype))
         counted = headers.of_specs(specs, _parameters(plain))

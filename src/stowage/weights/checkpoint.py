@@ -25,9 +25,21 @@ from stowage.weights.file import File, mark_of
 from stowage.weights.gguf import MAGIC
 from stowage.weights.lossless.packed_tensor import METADATA, PackedTensor
 
-__all__ = ["PAGE_BYTES", "Checkpoint", "File", "Segment", "Span", "Stored", "mark_of", "read_segments", "stored_in"]
+__all__ = [
+    "PAGE_BYTES",
+    "Checkpoint",
+    "File",
+    "Segment",
+    "Span",
+    "Stored",
+    "mark_of",
+    "read_segments",
+    "same_bytes",
+    "stored_in",
+]
 
 _HEADER_BYTES_MAX: Final = 100 << 20
+_COMPARED_BYTES: Final = 4 << 20
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -83,6 +95,21 @@ class Stored:
             return read_segments([segment], torch.empty(self.shape, dtype=self.dtype))
         finally:
             file.close()
+
+    def is_as(self, other: Stored) -> bool:
+        """Whether both are of one type and shape, and hold the same bytes. Raises CheckpointError."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        files = [File.open(stored.span.path) for stored in (self, other)]
+        try:
+            one, another = (
+                Segment(file, stored.span.offset, stored.span.length)
+                for file, stored in zip(files, (self, other), strict=True)
+            )
+            return same_bytes(one, another)
+        finally:
+            for file in files:
+                file.close()
 
 
 class Checkpoint:
@@ -146,6 +173,15 @@ class Checkpoint:
                     begin, end = (int(part, 16) for part in area.split("-"))
                     found.append((begin, end, int(offset, 16), int(inode)))
         return found
+
+
+def same_bytes(one: Segment, other: Segment) -> bool:
+    """Whether they hold the same."""
+    return one.length == other.length and all(
+        one.file.pread(size, one.offset + at) == other.file.pread(size, other.offset + at)
+        for at in range(0, one.length, _COMPARED_BYTES)
+        for size in [min(_COMPARED_BYTES, one.length - at)]
+    )
 
 
 def read_segments(segments: Sequence[Segment], into: Tensor) -> Tensor:

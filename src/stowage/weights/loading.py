@@ -29,6 +29,7 @@ from stowage.weights.quantized.modules import packed_forms
 from stowage.weights.repacked import Image
 from stowage.weights.resident import ResidentMemory
 from stowage.weights.source import WeightSource
+from stowage.weights.tied import settle
 
 __all__ = ["Budget", "adopt", "load"]
 
@@ -88,8 +89,12 @@ class _Loading(Building):
         self.deliveries: dict[str, Delivery] = {}
         self.locations: dict[int, ParameterLocation] = {}
         self.locator = Locator(checkpoint)
+        self.both: dict[str, str] = {}
+        """Tied parameters of which the files hold both, by the name of one that of the other."""
+        self.placed: dict[str, nn.Parameter] = {}
 
     def begin(self, root: nn.Module) -> None:
+        self.both = {} if self.segments else settle(root, self.checkpoint)
         made = frozenset[str](getattr(root, "made_parameters", ()))
         root.__dict__["made_parameters"] = made.union(_made_in_float32(root, self.checkpoint, self.segments))
         units = divide(root)
@@ -113,6 +118,12 @@ class _Loading(Building):
         with a weight that does not, torch multiplies a slice of a batch as a batched product, each with a copy of the
         weight. That took half as long as the rest of a prefill, and rounds differently.
         """
+        one = self.both.get(path, path)
+        if one not in self.placed or one not in self.both.values():
+            self.placed[one] = self._placed(path, parameter)
+        return self.placed[one]
+
+    def _placed(self, path: str, parameter: nn.Parameter) -> nn.Parameter:
         delivery = self.deliveries.get(path, Delivery.RESIDENT)
         values = parameter.detach()
         segments = self.segments.get(path, ())

@@ -83,7 +83,9 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
     zeros = next((stored[name] for name in sorted(stored) if name.endswith(".qzeros")), None)
     second = method.second or (zeros is not None and matrices.shows_second(zeros))
     reading = _Reading(replace(matrices, second=second), read)
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    said: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    untied = frozenset(path for path in said if _differs(path, said[path], sources, stored))
+    tied = said.keys() - untied
     kept, values = dict[str, Kept](), dict[str, Tensor]()
     for path, parameter in model.state_dict(keep_vars=True).items():
         if path in tied:
@@ -105,7 +107,18 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
         else:
             values[path] = found
     _refuse_biases(stored, names, sources.values())
-    return Plan(kept, values)
+    return Plan(kept, values, untied)
+
+
+def _differs(path: str, source: str, sources: Mapping[str, Sources], stored: Mapping[str, Stored]) -> bool:
+    """Whether the files have ``path``, and it is not what they have as ``source``: quantised, or other numbers. A pair
+    that differs is not tied, whatever the config says (``weights.tied``).
+    """
+    own, other = (sources[name].single if name in sources else "" for name in (path, source))
+    if not own or not other:
+        return False
+    pair = stored.get(own), stored.get(other)
+    return pair[0] is None or pair[1] is None or not pair[0].is_as(pair[1])
 
 
 def refuse_unsaid(directory: Path, files: Sequence[Path]) -> None:

@@ -39,9 +39,10 @@ class Written:
     bytes_after: int = 0
 
 
-def write(files: Sequence[Path], directory: Path, progress: Callable[[int, int], None]) -> Written:
-    """Each of ``files`` to ``directory``, where none of them is. ``progress`` is told how many tensors are done, of how
-    many. Raises CheckpointError, StorageError, and UnsupportedModelError for what is packed already.
+def write(files: Sequence[Path], source: Path, directory: Path, progress: Callable[[int, int], None]) -> Written:
+    """Each of ``files``, below ``source``, to the same path below ``directory``, where none of them is. ``progress``
+    is told how many tensors are done, of how many. Raises CheckpointError, StorageError, and UnsupportedModelError for
+    what is packed already.
     """
     written = Written()
     headers = [_header(path) for path in files]
@@ -49,7 +50,9 @@ def write(files: Sequence[Path], directory: Path, progress: Callable[[int, int],
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "stowage-pack") as pool:
         for path, (data_at, header) in zip(files, headers, strict=True):
             try:
-                _Shard(path, directory / path.name, data_at, header, pool, written).write(
+                into = directory / path.relative_to(source)
+                into.parent.mkdir(parents=True, exist_ok=True)
+                _Shard(path, into, data_at, header, pool, written).write(
                     lambda: progress(written.packed + written.kept, count)
                 )
             except OSError as error:

@@ -111,10 +111,13 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``kept``: by a parameter's name in Transformers' model. ``values``: others, as they are in memory."""
+    """``kept``: by a parameter's name in Transformers' model. ``values``: others, as they are in memory. ``untied``:
+    those that the config ties to another, and that the files have as something else.
+    """
 
     kept: Mapping[str, Kept]
     values: Mapping[str, Tensor] = field(default_factory=dict)
+    untied: frozenset[str] = frozenset()
 
     def tensors(self) -> dict[str, Part]:
         """What lies in files, by names in the model that is built."""
@@ -182,7 +185,8 @@ def _computing_in(plain: Any, dtype: torch.dtype) -> Any:
 
 def replace(model: Any, plan: Plan, dtype: torch.dtype) -> None:
     """Put packed modules in the place of those of ``model`` whose parameters are kept packed; of tied ones too."""
-    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    said: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {path: source for path, source in said.items() if path not in plan.untied}
     packed = {path: kept for path, kept in plan.kept.items() if kept.spec is not None}
     packed |= {path: packed[source] for path, source in tied.items() if source in packed}
     stacks: dict[str, dict[str, Stacking]] = {}

@@ -22,6 +22,7 @@ from stowage.weights.checkpoint import PAGE_BYTES, Checkpoint
 from stowage.weights.quantized.codes import Form
 from stowage.weights.quantized.modules import METHOD, Target, targets
 from stowage.weights.safetensors_file import SafetensorsFile
+from stowage.weights.tied import settle
 
 __all__ = ["Written", "write"]
 
@@ -34,7 +35,8 @@ _ENTRY_BYTES: Final = 200
 @dataclass(slots=True)
 class Written:
     """What was written. ``packed``: tensors by form; those of layers and experts, without the output layer, have
-    ``weights`` numbers and take ``packed_bytes``. ``kept``: other tensors.
+    ``weights`` numbers and take ``packed_bytes``. ``kept``: other tensors. ``untied``: whether the files hold another
+    output layer than the embedding that the config ties it to.
     """
 
     packed: dict[str, int]
@@ -42,6 +44,7 @@ class Written:
     packed_bytes: int = 0
     kept: int = 0
     nbytes: int = 0
+    untied: bool = False
 
 
 def write(
@@ -91,6 +94,8 @@ class _Writing(Building):
         self.file = SafetensorsFile(path)
 
     def begin(self, root: nn.Module) -> None:
+        said = dict(getattr(root, "all_tied_weights_keys", None) or {})
+        settle(root, self.checkpoint)
         self._targets = {target.path: target for target in targets(root)}
         if not self._targets:
             raise UnsupportedModelError(
@@ -98,6 +103,7 @@ class _Writing(Building):
                 "own): run it as it is."
             )
         tied = getattr(root, "all_tied_weights_keys", None) or {}
+        self.written.untied = said.keys() != tied.keys()
         self._wanted = {name for name in root.state_dict() if tied.get(name, name) == name}
         self._all = len(self._wanted)
         names_bytes = sum(_ENTRY_BYTES + 2 * len(json.dumps(name)) for name in self._wanted)
