@@ -12,7 +12,6 @@ with its number.
 from __future__ import annotations
 
 import json
-import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +30,8 @@ Progress = Callable[[int, int], None]
 
 _FIELDS: Final = ("timestamp", "input_length", "output_length", "hash_ids")
 _TOKENS_MAX: Final = 1 << 40
+_TIME_MS_MAX: Final = 1e15
+"""Larger ones would be further apart than doubles can tell; those since 1970 in microseconds are, too."""
 _LINES_PER_REPORT: Final = 4096
 _EXAMPLE: Final = (
     "Each line must be an object such as "
@@ -112,8 +113,8 @@ def _prompt(line: bytes, number: int, path: Path, block_tokens: int) -> tuple[fl
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _bad_line(path, number, _why_not(line, error)) from error
     time_ms, length, output_length, ids = prompt
-    if type(time_ms) not in (int, float) or not math.isfinite(time_ms):
-        raise _bad_line(path, number, f"timestamp is {time_ms!r}; it must be a number of milliseconds")
+    if type(time_ms) not in (int, float) or not abs(time_ms) <= _TIME_MS_MAX:
+        raise _bad_line(path, number, f"timestamp is {_short(time_ms)}; it must be a number of milliseconds")
     if type(length) is not int or not 0 < length <= _TOKENS_MAX:
         raise _bad_line(path, number, f"input_length is {length!r}; it must be a whole number of tokens above 0")
     if type(output_length) is not int or not 0 <= output_length <= _TOKENS_MAX:
@@ -123,7 +124,7 @@ def _prompt(line: bytes, number: int, path: Path, block_tokens: int) -> tuple[fl
     if not length // block_tokens <= len(ids) <= -(-length // block_tokens):
         whole = -(-length // block_tokens)
         text = f"{len(ids)} hash_ids for {length} tokens; blocks of {block_tokens} tokens would be {whole}"
-        raise _bad_line(path, number, f"{text}. Is the size of a block right (--block-size)?")
+        raise _bad_line(path, number, f"{text}, if that is their size (--block-size)")
     return prompt
 
 
