@@ -48,6 +48,29 @@ def test_on_delta_that_raises(error, last, engines, references):
     assert_well(engine, references, "llama", PROMPT)
 
 
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda engine: engine.generate([PROMPT], greedy(1)),
+        lambda engine: list(engine.iterate(PROMPT, greedy(1))),
+        lambda engine: asyncio.run(first_piece(engine)),
+        lambda engine: engine.close(),
+    ],
+    ids=["generate", "iterate", "stream", "close"],
+)
+def test_on_delta_that_waits_for_its_own_engine(wait, engines, references):
+    """It waited for ever, and so did everybody else. It may submit."""
+    engine = engines("llama")
+    request = engine.submit(PROMPT, greedy(2), lambda _: wait(engine))
+    assert request.wait(60)
+    with pytest.raises(RequestError, match="may call submit"):
+        request.result()
+    followers = []
+    assert engine.submit(PROMPT, greedy(2), lambda _: followers.append(engine.submit(PROMPT, greedy(1)))).wait(60)
+    assert all(follower.wait(60) for follower in followers)
+    assert_well(engine, references, "llama", PROMPT)
+
+
 async def first_piece(engine):
     async for _ in engine.stream(PROMPT, LONG):
         break

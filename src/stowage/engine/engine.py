@@ -143,8 +143,7 @@ class Engine:
         self._loop = Loop(parts.runner, scheduler, kv_manager, self.store, cost_model, eos, self._clock, threads)
         self._lock = self._loop.lock
         weights = self.weights if self._owns_weights else None
-        asynchronous = kv_manager.async_copies
-        self._shutdown = Shutdown(self._loop, parts, asynchronous, self._adapters, weights, self._clock)
+        self._shutdown = Shutdown(self._loop, parts, kv_manager.async_copies, self._adapters, weights, self._clock)
         if threads is threading:
             weakref.finalize(self, self._shutdown.dropped).atexit = False
 
@@ -163,6 +162,7 @@ class Engine:
         Raises the first request's error, if one failed; the others are cancelled.
         """
         requests: list[Request] = []
+        self._refuse_own_thread()
         try:
             requests += (self.submit(prompt, params, salt=salt, adapter=adapter) for prompt in prompt_list(prompts))
             for request in requests:
@@ -184,6 +184,7 @@ class Engine:
         """Pieces of a completion as they come; the last one has ``completion``. Leaving the loop cancels the
         request.
         """
+        self._refuse_own_thread()
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Delta] = asyncio.Queue()
 
@@ -213,6 +214,7 @@ class Engine:
         adapter: str | None = None,
     ) -> Iterator[Delta]:
         """``stream`` for code without an event loop."""
+        self._refuse_own_thread()
         pieces: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         request = self.submit(prompt, params, pieces.put, salt=salt, adapter=adapter)
         try:
@@ -242,7 +244,7 @@ class Engine:
         """
         check_request(params, on_delta)
         sequence = self._new_sequence(prompt, params or SamplingParams(), salt, adapter)
-        request = Request(sequence.id, on_delta, partial(self._progress_of, sequence))  # and keeps the engine open
+        request = Request(sequence.id, on_delta, lambda: progress_of(sequence, self._clock))  # keeps the engine open
         self._loop.submit(request, sequence)
         return request
 
@@ -252,8 +254,11 @@ class Engine:
         """
         self._loop.cancel(request)
 
-    def _progress_of(self, sequence: Sequence) -> Progress:
-        return progress_of(sequence, self._clock)
+    def _refuse_own_thread(self) -> None:
+        if threading.current_thread() is self._loop.thread:
+            raise RequestError(
+                "on_delta may call submit and cancel, but not wait for its engine: it is called on that thread."
+            )
 
     def _new_sequence(
         self, prompt: Prompt, params: SamplingParams, salt: str | bytes, adapter_name: str | None
@@ -376,6 +381,7 @@ class Engine:
         """Cancel what runs, let spills finish within ``timeout_s``, give all memory back. Again: what an interrupt or a
         long step left undone. An engine that is dropped, with all of its requests, is closed, with a ResourceWarning.
         """
+        self._refuse_own_thread()
         self._shutdown.close(timeout_s)
 
     def _close_weights(self) -> None:
