@@ -49,7 +49,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help env demo test check static format bench bench-env coverage mutation reference parity sim sim-engine crash fuzz load stress second-device cuda lm-eval llamacpp clients deploy-tools browser commands exhaustive emulated-avx512 families vllm vllm-next vllm-env sglang real real-model compat pythons release-check clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: $(ENV_STAMP) ## create or update .venv from the pinned requirements
 

@@ -101,6 +101,8 @@ def test_pages_that_the_code_names_exist() -> None:
 
 
 def test_make_targets_in_the_documentation_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {name for page in PAGES for name in re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)", page.read_text(), re.M)}
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        name for page in PAGES for name in re.findall(r"`make ([a-z0-9-]+)`|^make ([a-z0-9-]+)", page.read_text(), re.M)
+    }
     assert {a or b for a, b in named} <= targets
