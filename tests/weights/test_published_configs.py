@@ -17,9 +17,10 @@ from torch import Tensor
 from stowage import UnsupportedModelError
 from stowage.models import loading
 from stowage.planner.model import read_model
+from tests.depth import mostly_rare
 from tests.weights import published_files as files
 from tests.weights.conftest import logits, prompt
-from tests.weights.test_published import FP8, METHODS, compressed, said, words
+from tests.weights.test_published import FP8, METHODS, compressed, int4, said, words
 
 FLOAT = "float-quantized"
 BLOCKS: Mapping[str, tuple[Mapping[str, Any], Callable[..., Any]]] = {
@@ -132,3 +133,53 @@ def test_scales_that_are_powers_of_two_are_read(tmp_path: Path) -> None:
     files.rewrite(plain, meant)
     assert json.loads((published / "config.json").read_text())["quantization_config"]["scale_fmt"] == "ue8m0"
     assert said(published) == said(plain)
+
+
+@pytest.mark.parametrize("name", mostly_rare(["blocks", "one", "halves"], ["blocks", "halves"]))
+def test_experts_stacked_in_fp8_are_read(name: str, tmp_path: Path) -> None:
+    """As Transformers writes families whose files stack them. Of gates and what they gate, each may have a scale."""
+    side = 32 if name == "blocks" else 0
+    stated = {"quant_method": "fp8", "activation_scheme": "static"} | (
+        {"weight_block_size": [side] * 2} if side else {}
+    )
+    quantiser = files.fp8(side, side, "weight_scale_inv")
+    published, plain = files.write("mistral4", tmp_path, stated, quantiser, moe_intermediate_size=72)
+    state, meant = load_file(published / "model.safetensors"), load_file(plain / "model.safetensors")
+    stacks = [name for name, values in state.items() if values.dim() == 3]
+    for path in stacks:
+        halves = 2 if name == "halves" and "gate_up" in path else 1
+        made = [[quantiser(part) for part in expert.float().chunk(halves)] for expert in state[path]]
+        codes = torch.stack([torch.cat([parts["weight"] for parts, _ in expert]) for expert in made])
+        each = [torch.stack([parts["weight_scale_inv"] for parts, _ in expert]) for expert in made]
+        state |= {path: codes, f"{path}_activation_scale": torch.ones(len(codes))}
+        state[f"{path}_scale_inv"] = torch.stack(each).view(
+            len(codes), *((halves, 1) if not side else each[0].shape[1:])
+        )
+        meant[path] = torch.stack([torch.cat([values for _, values in expert]) for expert in made]).to(torch.bfloat16)
+    assert stacks
+    files.rewrite(published, state)
+    files.rewrite(plain, meant)
+    expected = said(plain)
+    assert said(published) == expected
+    assert said(published, "*=stream") == expected
+    assert any("codes" in path for path, _ in loading.load(published).model.named_parameters() if "experts" in path)
+
+
+def test_groups_of_which_the_last_is_cut_are_refused(tmp_path: Path) -> None:
+    """Of 192 inputs in groups of 128 the second has 64, and no scale is shared by 96."""
+    stated, whole = int4(128)
+    cut = files.int4(96)  # as many scales
+    published, _ = files.write(
+        "llama", tmp_path, stated, lambda v: (cut if v.shape[1] == 192 else whole)(v), intermediate_size=192
+    )
+    with pytest.raises(UnsupportedModelError, match="192 inputs in groups of 128, the last of which is cut"):
+        loading.load(published)
+
+
+def test_a_config_that_says_the_type_of_the_codes(tmp_path: Path) -> None:
+    """Where it says what is computed in, as `dtype`."""
+    published, plain = files.write("llama", tmp_path, *METHODS["fp8"][1:])
+    expected = logits(loading.load(plain).model, prompt())
+    files.rewrite(published, dtype="float8_e4m3fn")
+    assert torch.equal(logits(loading.load(published).model, prompt()), expected)
+    assert read_model(published).dtype == "bfloat16"

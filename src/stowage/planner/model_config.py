@@ -54,7 +54,7 @@ class Fields:
     def dtype(self) -> str:
         """The dtype that the model is meant to run in; float32 by default, as in Transformers."""
         name = str(self._entries.get("dtype") or self._entries.get("torch_dtype") or "float32").removeprefix("torch.")
-        return name if name in ITEM_BYTES else "float32"
+        return "bfloat16" if name.startswith("float8") else name if name in ITEM_BYTES else "float32"
 
     @property
     def packed_as(self) -> str:

@@ -222,7 +222,7 @@ class _Reading:
         if sources.experts:
             return self._experts(path, shape, sources.experts, transposed)
         name = sources.single
-        if f"{name}_blocks" in self.matrices.stored:
+        if self.matrices.is_stacked(name) and not (transposed and name in self.matrices.stored):
             return self._stack(path, name, shape, transposed)
         inputs_first = type(module).__name__ == "Conv1D"
         if inputs_first and name not in self.matrices.stored:
@@ -264,9 +264,10 @@ class _Reading:
         if found.shape != shape:
             raise odd(path, found, shape)
         if found.dtype in _FP8:
-            what = "experts stacked in FP8, as Meta publishes Llama 4" if len(shape) == 3 else "of FP8, and no matrix"
+            stacked = "experts stacked in FP8, with inputs first, as Meta publishes Llama 4, or without scales"
+            what = stacked if len(shape) == 3 else "of FP8, and no matrix"
             raise UnsupportedModelError(
-                f"{found.name} is {what}, which is not read: FP8 is of matrices, experts one by one. Give a checkpoint "
+                f"{found.name} is {what}, which is not read: matrices are, whose outputs come first. Give a checkpoint "
                 "of the model that llm-compressor wrote, a GGUF file, or the original."
             )
         return found.read() if self.read else torch.empty(shape, dtype=kind, device="meta")

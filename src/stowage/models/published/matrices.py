@@ -103,8 +103,16 @@ class Matrices:
         self._check(name, found, shape)
         return found
 
+    def is_stacked(self, name: str) -> bool:
+        """Whether all experts' matrices lie under ``name``, quantised."""
+        stored = self.stored.get(name)
+        codes = stored is not None and len(stored.shape) == 3 and stored.dtype is torch.float8_e4m3fn
+        return f"{name}_blocks" in self.stored or (codes and self._scales(name) is not None)
+
     def stacked(self, name: str, shape: tuple[int, ...]) -> Matrix:
-        """All experts' matrices (experts, outputs, inputs) of MXFP4, whose parts have experts in front."""
+        """All experts' matrices (experts, outputs, inputs) of MXFP4 or FP8, whose parts have experts in front."""
+        if (scales := self._scales(name)) is not None:
+            return self._stacked_fp8(name, scales, shape)
         spec = Spec("mxfp4", shape[1], shape[2])
         found = Matrix({part: self.get(f"{name}_{part}") for part in ("blocks", "scales")}, spec)
         for part, (own, dtype) in spec.tensors().items():
@@ -112,6 +120,30 @@ class Matrices:
             if prod(stored.shape) != shape[0] * prod(own) or stored.dtype is not dtype or stored.shape[0] != shape[0]:
                 raise odd(f"{name}_{part}", stored, (shape[0], *own))
         return found
+
+    def _stacked_fp8(self, name: str, scales: Stored, shape: tuple[int, ...]) -> Matrix:
+        """Gates and what they gate, one below the other, have two scales at least, as Transformers writes them."""
+        experts, outputs, inputs = shape
+        block_rows, group = self._shared(scales.shape[1:], outputs)
+        if scales.shape[1:2] == (2,) and outputs % 2 == 0 and not block_rows < outputs <= 2 * block_rows:
+            block_rows = outputs // 2
+        spec = Spec("fp8", outputs, inputs, group, block_rows, scale_dtype=scales.dtype)
+        found = Matrix({"codes": self.get(name), "scales": scales}, spec)
+        for part, (own, dtype) in spec.tensors().items():
+            stored = found.parts[part]
+            sizes = [[size for size in shape if size != 1] for shape in (stored.shape[1:], own)]
+            if stored.shape[:1] != (experts,) or sizes[0] != sizes[1] or stored.dtype is not dtype:
+                raise odd(name, stored, (experts, *own))
+        return found
+
+    def _scales(self, name: str) -> Stored | None:
+        """Those of the codes of FP8 called ``name``."""
+        return self.stored.get(f"{name}_scale_inv") or self.stored.get(f"{name}_scale")
+
+    def _shared(self, shape: Sequence[int], outputs: int) -> tuple[int, int]:
+        """Outputs and inputs that share one of so many scales."""
+        rows, columns = (*shape, 1, 1)[:2]
+        return {1: 0, outputs: 1}.get(rows, self.method.block[0]), {1: 0}.get(columns, self.method.block[1])
 
     def _numbers(self, name: str) -> Matrix:
         plain = self.get(name)
@@ -123,15 +155,10 @@ class Matrices:
 
     def _fp8(self, base: str, name: str, shape: tuple[int, ...]) -> Matrix:
         codes = self.get(name)
-        scales = next(
-            (s for end in ("_scale_inv", "_scale") if (s := self.stored.get(f"{base}.weight{end}")) is not None), None
-        )
+        scales = self._scales(f"{base}.weight")
         if scales is None:
             raise CheckpointError(f"the checkpoint is incomplete: {name} has no scales. Download it again.")
-        rows, columns = (*scales.shape, 1, 1)[:2] if scales.shape else (1, 1)
-        block = self.method.block
-        block_rows = {1: 0, shape[0]: 1}.get(rows, block[0])
-        group = {1: 0}.get(columns, block[1])
+        block_rows, group = self._shared(scales.shape, shape[0])
         return Matrix(
             {"codes": codes, "scales": scales},
             Spec("fp8", shape[0], shape[1], group, block_rows, scale_dtype=scales.dtype),
@@ -145,7 +172,7 @@ class Matrices:
                 f"{base} has zero points that are not packed as its weights are (int8), which is not read. Give "
                 "another checkpoint of the model."
             )
-        group = _group(base, scales, shape[1], scales.shape[-1] if scales.shape else 0)
+        group = self._group(base, scales, shape[1], scales.shape[-1] if scales.shape else 0)
         self._refuse_order(f"{base}.weight_g_idx", shape[1], group)
         spec = Spec("int4", shape[0], shape[1], group, zeros=zeros is not None, scale_dtype=scales.dtype)
         return Matrix({"codes": codes, "scales": scales} | ({} if zeros is None else {"zeros": zeros}), spec)
@@ -153,7 +180,7 @@ class Matrices:
     def _by_words(self, base: str, shape: tuple[int, ...]) -> Matrix:
         """GPTQ's and AWQ's."""
         scales = self.get(f"{base}.scales")
-        group = _group(base, scales, shape[1], scales.shape[0] if scales.shape else 0)
+        group = self._group(base, scales, shape[1], scales.shape[0] if scales.shape else 0)
         self._refuse_order(f"{base}.g_idx", shape[1], group)
         spec = Spec(self.method.name, shape[0], shape[1], group, zeros=True, scale_dtype=scales.dtype)
         names = {"codes": f"{base}.qweight", "scales": f"{base}.scales", "zeros": f"{base}.qzeros"}
@@ -175,6 +202,22 @@ class Matrices:
         return bool(
             replace(zeros, shape=zeros.shape[1:], span=replace(zeros.span, length=row)).read().eq(_EIGHTS).all()
         )
+
+    def _group(self, base: str, scales: Stored, inputs: int, count: int) -> int:
+        """Inputs that share a scale, of which there are ``count`` in a row."""
+        if len(scales.shape) != 2 or not count or inputs % count:
+            raise CheckpointError(
+                f"{base} has scales of the shape {scales.shape} for {inputs} inputs, which fit into no groups. "
+                "Download the checkpoint again."
+            )
+        group, sizes = inputs // count, self.method.groups
+        cut = next((size for size in sizes if -(-inputs // size) == count > 1), 0)
+        if cut and group not in sizes:
+            raise UnsupportedModelError(
+                f"{base} has {inputs} inputs in groups of {cut}, the last of which is cut, which is not read. Give "
+                "another checkpoint of the model."
+            )
+        return group
 
     def _refuse_order(self, name: str, inputs: int, group: int) -> None:
         order = self.stored.get(name)
@@ -210,13 +253,3 @@ def odd(name: str, found: Stored, shape: Sequence[int]) -> CheckpointError:
         f"{tuple(shape)}: config.json and the files are of different checkpoints, or of a format that is not read. "
         "Download both again."
     )
-
-
-def _group(base: str, scales: Stored, inputs: int, count: int) -> int:
-    """Inputs that share a scale, of which there are ``count`` in a row."""
-    if len(scales.shape) != 2 or not count or inputs % count:
-        raise CheckpointError(
-            f"{base} has scales of the shape {scales.shape} for {inputs} inputs, which fit into no groups. Download "
-            "the checkpoint again."
-        )
-    return inputs // count

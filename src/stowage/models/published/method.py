@@ -47,6 +47,12 @@ class Method:
         return 0, 0
 
     @property
+    def groups(self) -> set[int]:
+        """Sizes that groups of inputs are said to have, of whole numbers of 4 bits."""
+        sizes = self.stated.get("group_size"), self.stated.get("q_group_size")
+        return {*map(_count, (*sizes, *(weights.get("group_size") for weights in self._weights())))} - {0}
+
+    @property
     def second(self) -> bool:
         """Whether GPTQ's second format is stated, which stores zero points as they are."""
         return self.name == "gptq" and str(self.stated.get("checkpoint_format")).lower() == _SECOND
