@@ -162,6 +162,32 @@ def test_what_host_has_is_used_where_the_rest_is_not_worth_loading(family, check
         engine.check()
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_what_a_quick_tier_has_is_loaded_where_a_slow_one_has_the_rest(family, checkpoints, references, monkeypatch):
+    """As where other machines have continued a conversation, and their store is slow."""
+    near, far = DictTier(64 << 20), DictTier(64 << 20)
+    far.name = "far"
+    prompt = random_prompt(PROMPT_TOKENS)
+    expected = references(family).answer(prompt, 4)
+    memory = Memory(kv_cache_memory="16MiB", host_memory="16MiB", snapshot_tokens=128)
+    with Engine(checkpoints(family), memory, tiers=[near, far]) as engine:
+        engine.generate([prompt[:200]], greedy(1))
+        assert engine.flush()
+        first = list(near._chunks)
+        engine.generate([prompt], greedy(4))
+        assert engine.flush()
+        near.discard([key for key in near._chunks if key not in first])
+        engine.drop_device_cache()
+        engine.drop_host()
+        monkeypatch.setattr(cost_model.CostModel, "worth_loading", lambda _self, _tokens, below: 2 not in below)
+        monkeypatch.setattr(cost_model.CostModel, "slowest", lambda _self, below: max(below))
+        (completion,) = engine.generate([prompt], greedy(4))
+        assert_same(completion, expected)
+        assert completion.reused_tokens["dict"] >= 128 and not completion.reused_tokens["far"]
+        assert engine.stats()["engine"]["loads_refused"] == 1
+        engine.check()
+
+
 class PatientTier(DictTier):
     """Says nothing of what it was given until it is let go."""
 

@@ -24,6 +24,15 @@ def test_slow_tier_is_refused_and_fast_one_is_not() -> None:
     assert not cost_model.worth_loading(100, {1: 10**6, 2: 10**6})
 
 
+def test_only_the_slowest_tier_is_taken_to_be_faster_after_a_refusal() -> None:
+    cost_model = CostModel(load_timeout_s=30)
+    cost_model.computed(1000, 1.0)
+    cost_model.loaded(1, 10**6, 1.0)
+    cost_model.loaded(2, 10**6, 0.01)
+    assert not cost_model.worth_loading(100, {1: 10**6, 2: 10**6})
+    assert cost_model.bytes_per_s[1] > 10**6 and cost_model.bytes_per_s[2] == 10**8
+
+
 def test_refused_tier_is_tried_again() -> None:
     cost_model = CostModel(load_timeout_s=30)
     cost_model.computed(1000, 1.0)

@@ -163,12 +163,17 @@ class CostModel:
             return True
         if self.load_s(bytes_of_tier) <= recompute_s:
             return True
-        # A refused tier is not measured again: raise its rate a little each time, until it gets another try.
-        for tier in bytes_of_tier.keys() & self.bytes_per_s.keys():
+        # A refused tier is not measured again: it is taken to be faster each time, until it gets another try.
+        tier = self.slowest(bytes_of_tier)
+        if tier in self.bytes_per_s:
             self.bytes_per_s[tier] *= _FORGIVENESS
-        for tier in bytes_of_tier.keys() & self._least_s.keys():
+        if tier in self._least_s:
             self._least_s[tier] /= _FORGIVENESS
         return False
+
+    def slowest(self, bytes_of_tier: Mapping[int, int]) -> int:
+        """The tier whose part of these bytes takes longest."""
+        return max(bytes_of_tier, key=lambda tier: self.load_s({tier: bytes_of_tier[tier]}))
 
     def worth_overlapping(self, tokens: int, bytes_of_tier: Mapping[int, int]) -> bool:
         """Whether loading these bytes and computing ``tokens`` take so similar times that doing both, from either end,
