@@ -183,3 +183,14 @@ def test_a_config_that_says_the_type_of_the_codes(tmp_path: Path) -> None:
     files.rewrite(published, dtype="float8_e4m3fn")
     assert torch.equal(logits(loading.load(published).model, prompt()), expected)
     assert read_model(published).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
+def test_layers_that_a_config_leaves_out_are_planned_as_numbers(key: str, tmp_path: Path) -> None:
+    """By the config alone."""
+    left = ["lm_head", "model.layers.1.self_attn.o_proj", "model.layers.0.mlp.up_proj"]
+    without = ("embed", "lm_head", "norm", *left)
+    published, _ = files.write("llama", tmp_path, FP8 | {key: left}, METHODS["fp8"][2], without=without)
+    total = read_model(published).total_bytes
+    (published / "model.safetensors").unlink()
+    assert read_model(published).total_bytes == pytest.approx(total, rel=1e-2)

@@ -27,6 +27,8 @@ METHODS: Final = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "gptq", "a
 _SECOND: Final = "gptq_v2"
 _OURS: Final = "stowage_pack"
 _LAYERS: Final = re.compile(r"\.(?:layers|blocks|h)\.\d+\.")
+_LEFT: Final = ("modules_to_not_convert", "ignore", "ignored_layers")
+"""How configs call what was not quantised."""
 _HEAD: Final = ("lm_head", "embed_out", "output_layer")
 _NO_TRANSFORMS: Final = "which would have to be undone at every step"
 
@@ -101,7 +103,7 @@ class Method:
     def _takes(self, base: str, stacked: bool) -> bool:
         if self.name == "mxfp4":
             return stacked
-        left = [*_list(self.stated.get("modules_to_not_convert")), *_list(self.stated.get("ignore"))]
+        left = [one for key in _LEFT for one in _list(self.stated.get(key))]
         left += [f"re:{str(rule)[2:]}" for rule in _mapping(self.stated.get("dynamic")) if str(rule).startswith("-:")]
         if any(_matches(base, name) for name in left):
             return False
