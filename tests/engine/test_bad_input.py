@@ -71,6 +71,7 @@ def test_missing_tensor(damaged):
 
 
 def test_missing_shard(damaged):
+    (damaged / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (damaged / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="is missing"):
@@ -84,6 +85,7 @@ ELSEWHERE = ["../other/model.safetensors", "{root}/other/model.safetensors", "a/
 def test_an_index_that_leads_elsewhere(name, damaged, tmp_path):
     """Nothing but the checkpoint's own files is opened, whatever its index says."""
     shutil.copytree(damaged, tmp_path / "other")
+    (damaged / "model.safetensors").unlink()
     name = name.format(root=tmp_path) if isinstance(name, str) else name
     (damaged / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match=r"index.json is damaged"):
