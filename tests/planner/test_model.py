@@ -246,6 +246,17 @@ def test_headers_of_a_real_checkpoint_say_what_the_config_says(name: str, tmp_pa
     assert read_model(tmp_path / "model", "float32").total_bytes == pytest.approx(2 * by_header.total_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize(("said", "stored"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("", "bfloat16")])
+def test_files_in_another_type_than_the_config_s(said: str, stored: str, tmp_path: Path) -> None:
+    """It is run in what the config says, or else in the files' type."""
+    tiny_models.write("llama", tmp_path, TinySize(layers=2), dtype=stored)
+    expected = read_model(tmp_path, said or stored)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config | ({"dtype": said} if said else {})))
+    assert read_model(tmp_path) == expected
+
+
 def header(entries: dict[str, Any], data_bytes: int) -> bytes:
     text = json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text + bytes(data_bytes)

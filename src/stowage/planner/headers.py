@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 HEADER_BYTES_MAX = 100_000_000
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _OTHERS = {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F4": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.(.*)")
 _NOT_TEXT = ("vision", "visual", "audio", "multi_modal", "mm_projector", "connector", "image_newline", "mtp.")
@@ -160,6 +161,20 @@ def of_specs(specs: Mapping[str, tuple[Spec, int]], model: Iterable[Tensor]) -> 
             tensor = Tensor(tensor.name, "U8", (1, nbytes), nbytes, tensor.elements, spec.name, outputs)
         found.append(tensor)
     return found
+
+
+def first_dtype(tensors: Iterable[Tensor]) -> str:
+    """The type of the first numbers, in which Transformers runs a model whose config names none; empty: there are none."""
+    return next((_NAMES[tensor.dtype] for tensor in tensors if tensor.floating), "")
+
+
+def are_mostly(tensors: Iterable[Tensor], dtype: str) -> bool:
+    """Whether numbers are stored in ``dtype``, but for a few that a model keeps in another."""
+    counts = Counter[str]()
+    for tensor in tensors:
+        if tensor.floating:
+            counts[_NAMES[tensor.dtype]] += tensor.elements
+    return 2 * counts[dtype] >= counts.total()
 
 
 @dataclass(slots=True)

@@ -42,9 +42,9 @@ def read_model(path: str | Path, dtype: str = "auto") -> Model:
     file = find_config(str(path))
     refuse_absurd(file)
     fields, directory = read_config(file), Path(path).expanduser()
-    chosen = run_dtype(fields.dtype, dtype)
     tensors = headers.read_tensors(directory) if directory.is_dir() else []
-    stored = "" if dtype == "auto" else chosen
+    chosen = run_dtype(fields.dtype or headers.first_dtype(tensors) or "float32", dtype)
+    stored = "" if dtype == "auto" and headers.are_mostly(tensors, chosen) else chosen
     try:
         part = part_of(file)
         refuse_unsupported(part.config)

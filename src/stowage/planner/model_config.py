@@ -52,9 +52,9 @@ class Fields:
 
     @property
     def dtype(self) -> str:
-        """The dtype that the model is meant to run in; float32 by default, as in Transformers."""
-        name = str(self._entries.get("dtype") or self._entries.get("torch_dtype") or "float32").removeprefix("torch.")
-        return "bfloat16" if name.startswith("float8") else name if name in ITEM_BYTES else "float32"
+        """The dtype that the model is meant to run in; empty where that is not said."""
+        name = str(self._entries.get("dtype") or self._entries.get("torch_dtype") or "").removeprefix("torch.")
+        return "bfloat16" if name.startswith("float8") else name if name in ITEM_BYTES or not name else "float32"
 
     @property
     def packed_as(self) -> str:
