@@ -70,6 +70,24 @@ def test_missing_tensor(damaged):
         Engine(damaged)
 
 
+@pytest.mark.parametrize("text", ["[1]", "{", '"none"'])
+def test_settings_of_generation_that_are_none(text, damaged):
+    (damaged / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"generation_config.json is damaged .* or remove it"):
+        Engine(damaged)
+
+
+def test_an_index_without_metadata(damaged):
+    from safetensors import safe_open
+
+    with safe_open(damaged / "model.safetensors", "pt") as file:
+        index = {"weight_map": dict.fromkeys(file.keys(), "model-1.safetensors")}
+    (damaged / "model.safetensors").rename(damaged / "model-1.safetensors")
+    (damaged / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="the index of its files has no 'metadata'"):
+        Engine(damaged)
+
+
 def test_missing_shard(damaged):
     (damaged / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}

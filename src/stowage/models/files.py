@@ -108,6 +108,7 @@ def check_files(directory: Path) -> list[Path]:
     for path in files:
         _check_inside(path, directory)
         _check_file(path)
+    _check_generation(directory / "generation_config.json")
     return files
 
 
@@ -145,6 +146,18 @@ def _check_inside(path: Path, directory: Path) -> None:
             f"{path} is a link that leads out of the checkpoint's directory, to {target}. Only the hub's own cache may "
             "have such links: copy the file, or give the directory in which it lies."
         )
+
+
+def _check_generation(path: Path) -> None:
+    if not path.is_file():
+        return
+    try:
+        if isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+            return
+        said = "it holds no settings"
+    except (OSError, ValueError, RecursionError) as error:
+        said = str(error)
+    raise CheckpointError(f"{path} is damaged ({said}); download it again, or remove it.")
 
 
 def _check_file(path: Path) -> None:

@@ -295,7 +295,8 @@ def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str
         _refuse_options(options, error)
         raise
     except (ValueError, OSError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
-        raise CheckpointError(f"Transformers could not load {directory}: {error}") from error
+        why = "the index of its files has no 'metadata'" if error.args == ("metadata",) else str(error)
+        raise CheckpointError(f"Transformers could not load {directory}: {why}") from error
     _refuse_incomplete(directory, part, model, report, strict=bool(modules.marked(part.config)))
     return as_plain(model, part).eval()
 

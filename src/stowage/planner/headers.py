@@ -164,7 +164,7 @@ def of_specs(specs: Mapping[str, tuple[Spec, int]], model: Iterable[Tensor]) -> 
 
 
 def first_dtype(tensors: Iterable[Tensor]) -> str:
-    """The type of the first numbers, in which Transformers runs a model whose config names none; empty: there are none."""
+    """The type of the first numbers, in which Transformers runs a model whose config names none; empty without any."""
     return next((_NAMES[tensor.dtype] for tensor in tensors if tensor.floating), "")
 
 
