@@ -133,32 +133,33 @@ class PrefixPlanner:
         device = device or [_NOTHING] * (len(rows) * len(self._strategies))
         located = [self._locate(request, group, row) for row in rows for group in range(len(self._strategies))]
         stored, sources = [masks for masks, _ in located], [where for _, where in located]
-        known, at_hand, refused = -1, -1, False
-        while True:
-            every = _union(device, stored)
-            far = self._longest(every, usable)
-            known = self._known(every, usable, far) if known < 0 else known
-            plan = PrefixPlan(far, far, known, self._missing(rows, far, device), load_refused=refused)
-            plan.bytes_below = self._bytes_below(plan.groups, sources)
-            if not plan.bytes_below:
-                return plan
-            if at_hand < 0:
-                host = [np.where(where == _HOST, masks, np.uint64(0)) for masks, where in located]
-                at_hand = self._longest(_union(device, host), usable)
+        every = _union(device, stored)
+        far = self._longest(every, usable)
+        known = self._known(every, usable, far)
+        plan = PrefixPlan(far, far, known, self._missing(rows, far, device))
+        plan.bytes_below = self._bytes_below(plan.groups, sources)
+        if not plan.bytes_below:
+            return plan
+        host = [np.where(where == _HOST, masks, np.uint64(0)) for masks, where in located]
+        at_hand = self._longest(_union(device, host), usable)
+        while plan.bytes_below:
             plan.saved_tokens = saved = len(rows) * (far - at_hand)
             if overlaps and self._cost_model.worth_overlapping(saved, plan.bytes_below):
                 end = self._overlap_end(device, stored, at_hand, usable)
                 if end > at_hand:
                     missing = self._missing(rows, at_hand, device)
-                    return PrefixPlan(at_hand, end, known, missing, load_refused=refused)
+                    return PrefixPlan(at_hand, end, known, missing, load_refused=plan.load_refused)
             if self._worth_loading(request, saved, plan.bytes_below):
-                return plan
-            refused = True
+                break
             without = self._cost_model.slowest(plan.bytes_below) if request.limit_s is None else None
             stored = [
                 np.where(where > _HOST if without is None else where == without, np.uint64(0), masks)
                 for masks, where in zip(stored, sources, strict=True)
             ]
+            far = self._longest(_union(device, stored), usable)
+            plan = PrefixPlan(far, far, known, self._missing(rows, far, device), load_refused=True)
+            plan.bytes_below = self._bytes_below(plan.groups, sources)
+        return plan
 
     def _locate(self, request: PrefixRequest, group: int, row: RowKeys) -> tuple[MaskArray, SourceArray]:
         if self._store is None:

@@ -116,7 +116,8 @@ class Engine:
             parts = assemble(*asked, cuda_graphs=cuda_graphs, int8=int8_activations)
             self._adapters = install(loaded, files, parts)
         except BaseException:
-            self._close_weights()
+            if self.weights is not None and self._owns_weights:
+                self.weights.close()
             raise
         self.adapter_names: tuple[str, ...] = self._adapters.names if self._adapters is not None else ()
         self.int8_note = int8_note(loaded.model) if int8_activations else ""
@@ -383,10 +384,6 @@ class Engine:
         """
         self._refuse_own_thread()
         self._shutdown.close(timeout_s)
-
-    def _close_weights(self) -> None:
-        if self.weights is not None and self._owns_weights:
-            self.weights.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from stowage.weights.quantized.published import Plan
 
 HEADER_BYTES_MAX = 100_000_000
-_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOATS = {entry: ITEM_BYTES[name] for entry, name in _NAMES.items()}
 _OTHERS = {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F4": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.(.*)")
 _NOT_TEXT = ("vision", "visual", "audio", "multi_modal", "mm_projector", "connector", "image_newline", "mtp.")

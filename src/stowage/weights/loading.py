@@ -90,11 +90,12 @@ class _Loading(Building):
         self.locations: dict[int, ParameterLocation] = {}
         self.locator = Locator(checkpoint)
         self.both: dict[str, str] = {}
-        """Tied parameters of which the files hold both, by the name of one that of the other."""
-        self.placed: dict[str, nn.Parameter] = {}
+        """Of tied parameters of which the files hold both, the name of the one that both become."""
+        self.ones: dict[str, nn.Parameter] = {}
 
     def begin(self, root: nn.Module) -> None:
-        self.both = {} if self.segments else settle(root, self.checkpoint)
+        pairs = {} if self.segments else settle(root, self.checkpoint)
+        self.both = pairs | {source: source for source in pairs.values()}
         made = frozenset[str](getattr(root, "made_parameters", ()))
         root.__dict__["made_parameters"] = made.union(_made_in_float32(root, self.checkpoint, self.segments))
         units = divide(root)
@@ -118,10 +119,12 @@ class _Loading(Building):
         with a weight that does not, torch multiplies a slice of a batch as a batched product, each with a copy of the
         weight. That took half as long as the rest of a prefill, and rounds differently.
         """
-        one = self.both.get(path, path)
-        if one not in self.placed or one not in self.both.values():
-            self.placed[one] = self._placed(path, parameter)
-        return self.placed[one]
+        one = self.both.get(path)
+        if one is None:
+            return self._placed(path, parameter)
+        if one not in self.ones:
+            self.ones[one] = self._placed(path, parameter)
+        return self.ones[one]
 
     def _placed(self, path: str, parameter: nn.Parameter) -> nn.Parameter:
         delivery = self.deliveries.get(path, Delivery.RESIDENT)
