@@ -36,7 +36,7 @@ from stowage.cache import opening
 from stowage.config.memory import Memory
 from stowage.core.key import DIGEST_BYTES
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.native.memory import pages
 from stowage.storage.disk import DiskTier
 from stowage.storage.disk.files import RealFileSystem

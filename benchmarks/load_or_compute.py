@@ -24,7 +24,7 @@ from benchmarks.integrity import SlowFiles
 from stowage.cache import opening
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.storage.disk import DiskTier
 from stowage.storage.disk.system import System
 

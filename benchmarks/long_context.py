@@ -21,7 +21,7 @@ from benchmarks._report import median_spread, write_result
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.executor.block_pool import bytes_needed
 
 PERCENTS = (100, 50, 25, 10)

@@ -19,7 +19,7 @@ from benchmarks import models
 from benchmarks._report import median_spread, write_result
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 2, 256, 16
 

@@ -21,7 +21,7 @@ from benchmarks import _prefix, limits, models
 from benchmarks._report import median_spread
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 
 QUESTION_TOKENS = 32
 WAYS = ("transformers", "cold", "device", "host", "disk")

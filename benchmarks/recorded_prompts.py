@@ -16,7 +16,7 @@ from benchmarks import models
 from benchmarks._report import median_spread, write_result
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 
 LENGTHS = (16, 40, 128, 512, 2048)
 WARM_TOKENS = 64

@@ -34,10 +34,11 @@ import numpy as np
 from benchmarks._report import RESULTS, write_result
 from stowage.cache.ledger import Ledger
 from stowage.cache.policy import POLICIES, POLICY_DEFAULT
+from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.disk import DiskTier
 from stowage.storage.disk.index import Columns
 from stowage.storage.format import envelope, segment
-from stowage.storage.format.segment import PAGE_BYTES, SegmentName
+from stowage.storage.format.segment import SegmentName
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
 NAMESPACE = bytes(range(32))

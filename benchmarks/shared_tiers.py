@@ -28,7 +28,7 @@ from benchmarks import models
 from benchmarks._report import median_spread, write_result
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.storage.objects import ObjectTier
 from stowage.storage.protocol import Inquiry, Probe, Transfer
 from stowage.storage.remote.tier import RemoteTier

@@ -33,7 +33,7 @@ from benchmarks._replay import read_lines
 from benchmarks._report import RESULTS, write_result
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.simulator.replay import parts_of, replay
 from stowage.simulator.scenario import Link, Scenario
 from stowage.simulator.trace import read_trace

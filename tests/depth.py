@@ -8,8 +8,6 @@ from typing import Any, Final, TypeVar
 
 import pytest
 
-__all__ = ["EXHAUSTIVE", "few_or_all", "mostly_rare"]
-
 EXHAUSTIVE: Final = os.environ.get("STOWAGE_TEST_EXHAUSTIVE") == "1"
 T = TypeVar("T")
 

@@ -7,8 +7,6 @@ import signal
 import warnings
 from collections.abc import Callable
 
-__all__ = ["exit_code_of_a_child"]
-
 _ENDS_S = 30
 
 

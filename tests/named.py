@@ -13,8 +13,6 @@ import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["Source"]
-
 _SETTERS = {"setattr", "delattr", "object"}
 Found = ast.ClassDef | Path | None
 """What a name stands for: a class, a module's file, or what is not followed."""

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["QUICKLY", "Child", "Nursery", "python_path"]
-
 ROOT: Final = Path(__file__).parents[1]
 QUICKLY: Final = "from stowage.models.quick_import import import_transformers; import_transformers()\n"
 """The first line of a program that is started often: it imports Transformers as commands do, in half the time."""

@@ -6,8 +6,6 @@ import random
 import socket
 from typing import Final
 
-__all__ = ["free_port"]
-
 # Below what Linux gives to those who ask for any port and to clients (32768 and up): a server binds its port seconds
 # after it was chosen here, and any connection of a neighbouring test may have it by then.
 RANGE: Final = (12_000, 32_000)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.format import segment
 from stowage.storage.format.envelope import HEADER_BYTES, pack_fields
 from stowage.storage.format.protection import NO_MARK, Protection
-from stowage.storage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
+from stowage.storage.format.segment import ENTRY_BYTES, SegmentName
 
 FRAME_BYTES = 128
 """What a page begins with before its content: magic, version, fields, checksum."""

@@ -17,8 +17,6 @@ from typing import Final
 
 import pytest
 
-__all__ = ["AFTER", "BEFORE", "NEVER", "TORN", "WRITES", "Board", "arm", "build", "names"]
-
 NEVER, BEFORE, AFTER, TORN = range(4)
 """When the process dies: before the call, after it, or when half of what it was to write is written."""
 WRITES: Final = ("pwritev", "pwritev2")

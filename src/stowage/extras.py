@@ -10,8 +10,6 @@ from importlib.util import find_spec
 
 from stowage.errors import ConfigError
 
-__all__ = ["EXTRA_OF", "absent", "need"]
-
 EXTRA_OF = {
     **dict.fromkeys(("torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "jinja2"), "engine"),
     "prometheus_client": "engine",

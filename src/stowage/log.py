@@ -19,8 +19,6 @@ from typing import Any, Final, TextIO
 
 from stowage.errors import ConfigError
 
-__all__ = ["FORMATS", "LEVELS", "JsonFormatter", "TextFormatter", "Trouble", "configure"]
-
 FORMATS: Final = ("text", "json")
 LEVELS: Final = ("debug", "info", "warning", "error")
 LINES_PER_S: Final = 1.0

@@ -17,11 +17,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector as _Collector
 
-__all__ = (
-    *("BREAKER_STATES", "ENGINE", "GRAPHS", "POOL", "STORE", "TIER", "VLLM", "WEIGHTS"),
-    *("Collector", "Row", "exposition"),
-)
-
 BREAKER_STATES: Final = ("closed", "half-open", "open")
 
 

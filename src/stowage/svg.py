@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-__all__ = ["bar", "label", "legend", "page"]
-
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#1d2b33}.title{font-size:18px;font-weight:600}"
     ".small{font-size:11px;fill:#5b6b73}.axis{stroke:#9fb0b8}"

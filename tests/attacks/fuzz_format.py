@@ -33,8 +33,9 @@ else:
     from stowage.storage.disk import recovery
     from stowage.storage.format import envelope, segment
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import FormatError
-from stowage.storage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, ENTRY_BYTES, PAGE_BYTES, SegmentName
+from stowage.storage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, ENTRY_BYTES, SegmentName
 from tests.segment_surgery import header_of
 
 NAME = SegmentName(7, b"\1\2\3\4\5\6\7\x08")

@@ -15,8 +15,9 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.format import envelope, segment
-from stowage.storage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
+from stowage.storage.format.segment import ENTRY_BYTES, SegmentName
 from tests.disk_client import NAMESPACE, key, only_segment
 from tests.segment_surgery import Surgery, reseal
 

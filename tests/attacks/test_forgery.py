@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.format import envelope, segment
 from stowage.storage.format.protection import NO_MARK, Mark, Method, Protection, SecretKey
-from stowage.storage.format.segment import PAGE_BYTES, SegmentName
+from stowage.storage.format.segment import SegmentName
 from tests.disk_client import NAMESPACE, Client, aligned, key, only_segment, segments
 from tests.segment_surgery import Surgery
 

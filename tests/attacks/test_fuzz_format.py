@@ -12,8 +12,9 @@ import struct
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.format import envelope, segment
-from stowage.storage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
+from stowage.storage.format.segment import ENTRY_BYTES, SegmentName
 from tests.attacks import fuzz_format
 from tests.attacks.fuzz_format import NAME, NAMESPACE, one_input
 

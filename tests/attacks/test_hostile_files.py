@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import FormatError
 from stowage.storage.disk import recovery
 from stowage.storage.disk.system import System
 from stowage.storage.format import envelope, segment
-from stowage.storage.format.segment import ENTRY_BYTES, PAGE_BYTES, SegmentName
+from stowage.storage.format.segment import ENTRY_BYTES, SegmentName
 from stowage.testing.faults import FaultyFileSystem
 from tests.attacks.hostile import ANOTHER, HOSTILE, LIMIT, hostile
 from tests.disk_client import NAMESPACE, Client, key

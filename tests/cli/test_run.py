@@ -11,7 +11,7 @@ import pytest
 from stowage.cli.tiny import _FAMILIES
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.testing import tiny_models
 from tests.cli.conftest import OwnProcess, Stowage
 

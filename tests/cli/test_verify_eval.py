@@ -10,7 +10,7 @@ import pytest
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import ConfigError, RequestError
 from stowage.evaluation import tasks
 from stowage.evaluation.parity import verify

@@ -14,7 +14,8 @@ from hypothesis import Phase, settings
 
 from docs.examples.dict_tier import DictTier
 from stowage.storage.protocol import Outcome, Tier, Transfer
-from stowage.testing.conformance import NonConformance, TierConformance
+from stowage.testing.conformance import TierConformance
+from stowage.testing.watch import NonConformance
 
 KEEPS = 1 << 20
 

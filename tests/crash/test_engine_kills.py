@@ -19,7 +19,7 @@ import torch
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.testing import tiny_models
 from tests.disk_client import used_bytes
 from tests.nursery import QUICKLY, Child, Nursery, wait_until

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-__all__ = ["Selector", "selectors"]
-
 FUNCTIONS = frozenset("sum max min avg count rate increase histogram_quantile vector label_values".split())
 WORDS = frozenset("by without or and unless on ignoring bool offset".split())
 

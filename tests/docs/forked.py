@@ -21,8 +21,6 @@ import traceback
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Forge"]
-
 ROOT: Final = Path(__file__).parents[2]
 MESSAGE_BYTES: Final = 1 << 17
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from stowage.cache import cost_model
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.executor import kernels
 from stowage.executor.batch import ForwardStep, current
 from stowage.executor.block_pool import bytes_needed

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import (
     BudgetError,
     CheckpointError,
@@ -299,7 +299,7 @@ def test_directory_of_another_user(checkpoints, tmp_path):
 
 
 def test_stop_strings_without_a_tokenizer(references):
-    from stowage.engine.sampling import SamplingParams
+    from stowage.engine.sampling_params import SamplingParams
 
     model = tiny_models.build("llama")
     with Engine(model, Memory(kv_cache_memory="8MiB")) as engine:

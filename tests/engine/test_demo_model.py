@@ -17,7 +17,7 @@ from stowage.demo import __main__ as demo
 from stowage.demo.__main__ import main
 from stowage.demo.corpus import heldout_text, model_path
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 
 WINDOW_TOKENS, SHARED_TOKENS, WINDOWS = 512, 256, 6
 SCORE = SamplingParams(max_new_tokens=1, prompt_logprobs=0, prompt_logprobs_from=SHARED_TOKENS + 1)

@@ -13,7 +13,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
 from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import BudgetError, UnsupportedModelError
 from stowage.executor.block_pool import bytes_needed
 from stowage.executor.fallback import runner, trial

@@ -15,7 +15,7 @@ import torch
 import stowage
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import BudgetError, CheckpointError, ConfigError, RequestError, StowageError, UnsupportedModelError
 from stowage.server.limits import Limits
 from stowage.testing import tiny_models

@@ -18,7 +18,7 @@ from stowage.config.memory import Memory
 from stowage.engine import assembly
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import BudgetError, ConfigError
 from stowage.executor import static_steps
 from stowage.executor.block_pool import PADDING_BLOCK

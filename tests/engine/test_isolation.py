@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stowage.core.geometry import Kind
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import ModelError, StowageError
 from tests.depth import mostly_rare
 from tests.engine.conftest import assert_same, assert_well, greedy, random_prompt

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import RequestError, StowageError
 from tests.engine.conftest import assert_same, assert_well, greedy, random_prompt
 

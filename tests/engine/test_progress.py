@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from stowage.engine.engine import Progress
+from stowage.engine.request import Progress
 from tests.engine.conftest import greedy, random_prompt
 
 MEMORY = {"host_memory": "32MiB", "snapshot_tokens": 128}

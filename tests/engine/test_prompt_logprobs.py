@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stowage.engine import scheduler
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import RequestError
 from tests.depth import mostly_rare
 from tests.engine.conftest import LOGPROB_BOUND, random_prompt

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.executor import kernels
 from stowage.executor.fused.recurrent_kernels import StateRows
 from stowage.executor.replay.calls.backend import CallBackend, ModelStep, RecordedSteps

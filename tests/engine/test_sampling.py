@@ -20,7 +20,8 @@ from transformers import (
 
 from stowage.engine.detokenizer import Detokenizer
 from stowage.engine.logits_processors import processors_of
-from stowage.engine.sampling import Sampler, SamplingParams
+from stowage.engine.sampling import Sampler
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import RequestError
 from tests.depth import mostly_rare
 from tests.engine.conftest import greedy, random_prompt, small_pool

@@ -19,7 +19,7 @@ from stowage.cache.events import StartLoad, StartStore
 from stowage.config.memory import Memory
 from stowage.engine import engine as engine_module
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.simulator.replay import parts_of, replay
 from stowage.simulator.scenario import Link, Scenario
 from stowage.simulator.tiers import Objects, Tier

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.executor.block_pool import bytes_needed
 from tests.depth import mostly_rare
 from tests.engine.conftest import assert_same, greedy, random_prompt

@@ -19,7 +19,7 @@ from stowage.config.memory import Memory
 from stowage.core.geometry import Geometry, Group, Kind
 from stowage.core.key import Chain, group_keys, tenant_namespace
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import RequestError
 from stowage.storage.disk import DiskTier
 from stowage.testing import tiny_models

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.core.key import Chain, group_keys, tenant_namespace
 from stowage.storage.format import segment
-from stowage.storage.format.segment import PAGE_BYTES
 from tests.disk_client import NAMESPACE, aligned, key, only_segment, segments
 from tests.integrity.conftest import noticed, opened, repair_by_storing
 from tests.segment_surgery import Surgery, reseal

@@ -11,7 +11,7 @@ import pytest
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from tests.engine.conftest import checkpoints as checkpoints
 from tests.machines import machine
 from tests.machines.machine import Machine, live

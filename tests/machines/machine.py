@@ -18,8 +18,6 @@ from typing import Any, Protocol
 from tests.machines.network import enter
 from tests.server import process
 
-__all__ = ["MEMORY", "PATIENCE_S", "Answer", "Machine", "Process", "live", "serve", "talk", "warm"]
-
 PATIENCE_S = 90.0
 """When a machine counts as hanging. No test waits that long where all is well."""
 MEMORY = {"kv_cache_memory": "16MiB", "host_memory": "32MiB", "snapshot_tokens": 128, "lookup_timeout_s": 30.0}
@@ -86,7 +84,7 @@ class _Life:
 
     def ask(self, prompt: list[int], new_tokens: int, load_always: bool = True) -> Answer:
         """`load_always`: a tiny model is quicker than any network; what is there is loaded all the same."""
-        from stowage.engine.sampling import SamplingParams
+        from stowage.engine.sampling_params import SamplingParams
 
         if load_always:
             self._engine.forget_costs()

@@ -22,8 +22,6 @@ from typing import Final, Protocol
 
 from tests.tiers.proxy import Mood, Proxy
 
-__all__ = ["MACHINES", "STORES", "Loopback", "Namespaces", "Network", "enter", "obstacle"]
-
 MACHINES: Final = ("a", "b", "c")
 STORES: Final = "stores"
 CLONE_NEWNET: Final = 0x40000000

@@ -13,8 +13,6 @@ from typing import Any
 from tests.machines.network import STORES, Network
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, credentials
 
-__all__ = ["KINDS", "Store", "opened"]
-
 KINDS = ("valkey", "s3", "directory")
 
 

@@ -15,7 +15,7 @@ from stowage.errors import DirectoryError, StowageError
 from stowage.executor import kernels
 from stowage.planner import compute, format_speed, forwards, probe, storage, weight_speeds
 from stowage.planner.machine import INT8, TYPICAL_CPU, Machine
-from stowage.weights.checkpoint import File
+from stowage.weights.file import File
 from stowage.weights.quantized.codes import FORMS
 from stowage.weights.quantized.formats import FORMATS, PLAIN
 

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.disk.index import Columns, Index
 from stowage.storage.format import segment
 from stowage.storage.format.envelope import pack_fields
-from stowage.storage.format.segment import PAGE_BYTES, Entries
+from stowage.storage.format.segment import Entries
 
 KEYS = [bytes([n]) * 32 for n in range(8)]
 EVENTS = st.lists(

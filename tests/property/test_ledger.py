@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from stowage.cache.ledger import Ledger, State
+from stowage.cache.ledger import Ledger
+from stowage.cache.slot_states import State
 
 SLOTS = 6
 KEYS = [number.to_bytes(32, "big") for number in range(10)]

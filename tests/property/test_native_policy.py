@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from stowage.cache.policy import POLICIES, CostAware, cost
 from stowage.cache.policy.hazard import AGES, best_rate
-from stowage.cache.policy.native import NativeCostAware, cost_aware, is_built, quick_rate
-from stowage.native import extension
+from stowage.cache.policy.native import NativeCostAware, cost_aware, quick_rate
+from stowage.native import extension, is_built
 from tests.policy_models import Arena, array, key
 
 built = pytest.mark.skipif(not is_built(), reason="the kernel was not built: no C compiler when it was installed")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stowage.core.table import native, rows, slots
 from stowage.core.table.rows import EXTENT
+from stowage.native import is_built
 
 WIDTH = 16
 KEYS = [number.to_bytes(32, "little") for number in range(300)]
@@ -31,7 +32,7 @@ def kernels(name: str) -> list[Any]:
     def made_with(bits: int, depth: int) -> Callable[[int], Any]:
         return lambda size: kernel(size, bucket_bits=bits, depth_max=depth)
 
-    built = pytest.mark.skipif(not native.is_built(), reason="the kernel was not built: no C compiler")
+    built = pytest.mark.skipif(not is_built(), reason="the kernel was not built: no C compiler")
     return [pytest.param(made_with(*sizes), id=f"C-{sizes}", marks=built) for sizes in SIZES]
 
 

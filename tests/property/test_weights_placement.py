@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stowage.errors import BudgetError, ConfigError
-from stowage.weights.placement import EXPERT_STAGES, Delivery, Placement, WeightUnit, parse_rules, place
+from stowage.weights.placement import EXPERT_STAGES, Placement, parse_rules, place
+from stowage.weights.weight_unit import Delivery, WeightUnit
 
 MIB = 1 << 20
 

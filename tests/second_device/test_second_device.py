@@ -18,7 +18,7 @@ from stowage.executor.determinism import pieces as prompt_pieces
 from stowage.plugins.transformers.offload import offload
 from stowage.plugins.transformers.prefix_cache import PrefixCache
 from stowage.testing import tiny_models
-from stowage.weights.placement import Delivery
+from stowage.weights.weight_unit import Delivery
 from tests.engine.conftest import Reference, assert_same, check_and_close, greedy, random_prompt
 
 pytestmark = [

@@ -14,7 +14,7 @@ from stowage.engine import engine as engine_module
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
 from stowage.weights.offloaded_parameter import OffloadedError
-from stowage.weights.placement import Delivery
+from stowage.weights.weight_unit import Delivery
 from tests.engine.conftest import Reference, assert_same, greedy, random_prompt
 from tests.late_carrier import LateCarrier
 

@@ -31,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.testing import tiny_models
 from tests.server.attack import attack
 

@@ -15,8 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.nursery import Child, Nursery, wait_until
 
-__all__ = ["Server", "command", "start", "warm"]
-
 
 def warm() -> None:
     """What every server imports."""

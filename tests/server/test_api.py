@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from tests.engine.conftest import random_prompt
 from tests.server.process import Server
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stowage.config.memory import Memory
 from stowage.demo.corpus import heldout_text, model_path
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from tests.server.process import Server
 
 pytestmark = pytest.mark.lmeval

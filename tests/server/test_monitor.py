@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from stowage.engine.engine import Engine, Progress
+from stowage.engine.engine import Engine
+from stowage.engine.request import Progress
 from stowage.server.async_engine import AsyncEngine
 from stowage.server.auth import Tenant
 from stowage.server.limits import Limits

@@ -15,7 +15,7 @@ import pytest
 
 import stowage
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from tests.depth import mostly_rare
 from tests.engine.conftest import random_prompt
 from tests.nursery import QUICKLY, wait_until

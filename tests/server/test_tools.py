@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.server.tools.formats import FORMATS
 from stowage.testing import tiny_models
 from tests.depth import mostly_rare

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from stowage.cache.ledger import Ledger, State
+from stowage.cache.ledger import Ledger
 from stowage.cache.policy import LRU
+from stowage.cache.slot_states import State
 from stowage.core.table.slots import Slots
 from tests.flow_setup import FULL, Setup, keys, masks
 

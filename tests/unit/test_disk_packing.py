@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from stowage.core import lossless
+from stowage.core.geometry import PAGE_BYTES
 from stowage.native import is_built
 from stowage.native.switches import PURE_PYTHON
 from stowage.storage.disk.scrub import scrub
 from stowage.storage.format.protection import Method, Protection, SecretKey
-from stowage.storage.format.segment import PAGE_BYTES
 from stowage.storage.objects import ObjectTier
 from stowage.storage.protocol import Transfer
 from tests.disk_client import NAMESPACE, NEVER_S, Client, aligned, key, numbers, only_segment, used_bytes

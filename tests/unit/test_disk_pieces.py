@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System
-from stowage.storage.format.segment import PAGE_BYTES
 from stowage.testing.faults import FaultyFileSystem
 from tests.disk_client import Client, aligned, keys_of, only_segment, payload
 

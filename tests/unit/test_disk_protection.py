@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.storage import key_file
 from stowage.storage.disk.system import System
 from stowage.storage.format import protection, segment
 from stowage.storage.format.protection import Mark, Method, Protection, SecretKey
-from stowage.storage.format.segment import PAGE_BYTES, SegmentName
+from stowage.storage.format.segment import SegmentName
 from stowage.testing.faults import FaultyFileSystem
 from tests.disk_client import Client, aligned, keys_of, only_segment, payload, segments
 

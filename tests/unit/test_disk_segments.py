@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System
-from stowage.storage.format.segment import PAGE_BYTES, SegmentName
+from stowage.storage.format.segment import SegmentName
 from tests.disk_client import Client, aligned, keys_of, payload
 
 MIB = 1 << 20

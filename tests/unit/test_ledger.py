@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stowage.cache.ledger import Ledger, State
+from stowage.cache.ledger import Ledger
 from stowage.cache.policy.lru import LRU
+from stowage.cache.slot_states import State
 from tests.flow_setup import keys
 
 FULL = 0b1111

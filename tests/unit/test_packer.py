@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from stowage.core import lossless
+from stowage.core.geometry import PAGE_BYTES
 from stowage.native import is_built
 from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.packing import GROUP_BYTES, Packer
 from stowage.storage.disk.packing_rates import JUDGED_BYTES, PackingRates
 from stowage.storage.disk.write_queue import GROUPS_AHEAD, WriteQueue
-from stowage.storage.format.segment import PAGE_BYTES
 from stowage.storage.protocol import Transfer
 from tests.disk_client import NEVER_S, aligned, key, numbers
 

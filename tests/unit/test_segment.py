@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import FormatError
 from stowage.storage.format import segment
-from stowage.storage.format.segment import PAGE_BYTES, SegmentName
+from stowage.storage.format.segment import SegmentName
 from tests.segment_surgery import header_of
 
 NAMESPACE = bytes(range(31)) + b"\0"

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import xxhash
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import FormatError
 from stowage.storage.format import envelope, segment
 from stowage.storage.format.protection import NO_MARK
-from stowage.storage.format.segment import ENTRIES_MAX, ENTRY_BYTES, PAGE_BYTES, SegmentHeader, SegmentName, Trailer
+from stowage.storage.format.segment import ENTRIES_MAX, ENTRY_BYTES, SegmentHeader, SegmentName, Trailer
 
 ID = b"\1\2\3\4\5\6\7\0"
 NAME = SegmentName(7, ID)

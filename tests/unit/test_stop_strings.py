@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from stowage.engine.detokenizer import Detokenizer
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import RequestError
 
 LETTERS = "ab"

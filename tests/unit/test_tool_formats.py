@@ -8,7 +8,8 @@ import random
 import pytest
 
 from stowage.server.tools.formats import FORMATS, of_template
-from stowage.server.tools.parser import OutputParser, OutputSyntax, Part
+from stowage.server.tools.incremental_parser import Part
+from stowage.server.tools.parser import OutputParser, OutputSyntax
 
 DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"

@@ -22,8 +22,6 @@ from typing import Any
 
 from tests.vllm.inspection import Inspection
 
-__all__ = ["run", "warm"]
-
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # eager engines compile one function of sampling, in as long as they take to start

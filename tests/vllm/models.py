@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FAMILIES", "REFUSED", "WITH_MODULE", "Family", "write", "write_drafts"]
-
 VOCAB = 512
 _SIZES: Mapping[str, Any] = {
     "hidden_size": 128,

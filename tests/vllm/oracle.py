@@ -26,18 +26,6 @@ from tests.nursery import ROOT, Child, Nursery, python_path
 from tests.vllm import driver
 from tests.vllm.models import VOCAB, Family
 
-__all__ = [
-    "ANSWER_TOKENS",
-    "Answer",
-    "Engine",
-    "EngineError",
-    "Engines",
-    "assert_comes_back",
-    "connector",
-    "prompt",
-    "prove",
-]
-
 ANSWER_TOKENS = 6
 REPLY_S = 900.0
 """For one answer of a driver: an engine that takes longer to start, or for its requests, hangs."""

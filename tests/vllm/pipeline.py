@@ -21,9 +21,7 @@ from vllm.v1.request import Request
 
 from stowage.plugins.vllm.messages import Report
 from tests.vllm.oracle import connector
-from tests.vllm.ranks import BLOCK, RANKS, STAGES, TENSOR, VOCAB, Rank, Ranks, answer
-
-__all__ = ["RANKS", "Engine", "broken", "held_reports"]
+from tests.vllm.ranks import BLOCK, STAGES, TENSOR, VOCAB, Rank, Ranks, answer
 
 STALL_S = 300.0
 

@@ -33,8 +33,6 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from stowage.plugins.vllm import adapter
 
-__all__ = ["BLOCK", "RANKS", "STAGES", "TENSOR", "VOCAB", "WINDOW", "Rank", "Ranks", "answer"]
-
 STAGES = TENSOR = 2
 RANKS = [(stage, tensor) for stage in range(STAGES) for tensor in range(TENSOR)]
 VOCAB = 50_000

@@ -20,11 +20,12 @@ from stowage.config.memory import parse_size
 from stowage.engine import engine as engine_module
 from stowage.errors import ModelError, StorageError
 from stowage.weights import reader
-from stowage.weights.checkpoint import File, Segment
+from stowage.weights.checkpoint import Segment
 from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
+from stowage.weights.file import File
 from stowage.weights.parameter_location import ParameterLocation
-from stowage.weights.placement import Delivery
 from stowage.weights.reader import Readers
+from stowage.weights.weight_unit import Delivery
 from tests.depth import mostly_rare
 from tests.late_carrier import LateCarrier
 from tests.weights.conftest import bytes_of, logits, prompt

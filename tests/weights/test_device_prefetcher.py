@@ -14,7 +14,7 @@ from stowage.config.memory import Memory
 from stowage.engine import engine as engine_module
 from stowage.engine.engine import Engine
 from stowage.engine.memory_budget import activation_bytes
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import BudgetError, ConfigError, ModelError, StorageError
 from stowage.plugins.transformers.offload import offload
 from stowage.testing import tiny_models

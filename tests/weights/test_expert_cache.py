@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import StorageError
 from stowage.weights import reader
-from stowage.weights.checkpoint import PAGE_BYTES, File, Segment
+from stowage.weights.checkpoint import Segment
 from stowage.weights.experts.cache import ExpertCache, Stacks
 from stowage.weights.experts.eviction import Uses
+from stowage.weights.file import File
 from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.reader import Read, Readers
 

@@ -19,7 +19,7 @@ import torch
 import stowage
 from stowage import Memory, SamplingParams
 from stowage.weights import reader
-from stowage.weights.placement import Delivery
+from stowage.weights.weight_unit import Delivery
 from tests.depth import mostly_rare
 from tests.weights.conftest import bytes_of, logits, prompt
 

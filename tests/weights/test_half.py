@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import stowage
 from stowage.testing import tiny_models
 from stowage.weights import grouping
-from stowage.weights.placement import Delivery
+from stowage.weights.weight_unit import Delivery
 from tests.depth import mostly_rare
 from tests.weights import published_files
 from tests.weights.conftest import bytes_of, logits, prompt

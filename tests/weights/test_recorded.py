@@ -25,8 +25,8 @@ from stowage.executor.replay.programs import operations
 from stowage.executor.replay.programs.program import Program
 from stowage.executor.runner import Runner
 from stowage.testing import tiny_models
-from stowage.weights.placement import Delivery
 from stowage.weights.prefetcher import Prefetcher
+from stowage.weights.weight_unit import Delivery
 from tests.depth import mostly_rare
 from tests.engine.test_adapters import adapter_of
 from tests.weights import published_files

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError, ModelError, StorageError
 from stowage.weights import reader
-from stowage.weights.checkpoint import PAGE_BYTES, Checkpoint, File
+from stowage.weights.checkpoint import Checkpoint
+from stowage.weights.file import File
 from stowage.weights.reader import Read, Readers
 from stowage.weights.ring import Ring
 

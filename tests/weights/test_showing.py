@@ -26,7 +26,7 @@ import stowage
 from stowage.testing import tiny_models
 from stowage.weights import saving
 from stowage.weights.offloaded_parameter import OffloadedParameter, nan_placeholder
-from stowage.weights.placement import Delivery
+from stowage.weights.weight_unit import Delivery
 from tests.depth import mostly_rare
 from tests.families import all_of
 from tests.weights.conftest import bytes_of, logits, prompt, take_tiny_units

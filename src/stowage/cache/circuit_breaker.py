@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["FAILURES_MAX", "OPEN_S", "Breaker"]
-
 FAILURES_MAX: Final = 5
 OPEN_S: Final = 5.0
 

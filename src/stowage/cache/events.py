@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import IntArray, MaskArray
 
-__all__ = ["Action", "Counters", "Discard", "Fetch", "SourceArray", "StartLoad", "StartStore"]
-
 SourceArray = NDArray[np.int8]
 
 

@@ -17,10 +17,9 @@ import numpy as np
 
 from stowage.cache.events import Fetch
 from stowage.cache.keymap import all_true, present_slots
-from stowage.cache.ledger import Ledger, State
+from stowage.cache.ledger import Ledger
+from stowage.cache.slot_states import State
 from stowage.core.geometry import BoolArray, IntArray
-
-__all__ = ["Fetches"]
 
 _NOBODY: Final = 0
 """No fetch waits for the slot. Fetch ids start at 1."""

@@ -32,13 +32,12 @@ from stowage.cache.events import Action, Counters, Discard, Fetch, SourceArray, 
 from stowage.cache.fetches import Fetches
 from stowage.cache.in_flight import Flight, Flights
 from stowage.cache.keymap import After, all_true, all_zero, present_slots
-from stowage.cache.ledger import Ledger, State, gains
+from stowage.cache.ledger import Ledger
 from stowage.cache.policy import LRU, MakePolicy
 from stowage.cache.slot_sizes import Sizes
+from stowage.cache.slot_states import State, gains
 from stowage.cache.spill_queue import SpillQueue
 from stowage.core.geometry import BoolArray, Geometry, IntArray, MaskArray, SlabClass
-
-__all__ = ["Action", "Counters", "Discard", "Fetch", "Flow", "StartLoad", "StartStore"]
 
 TRANSFER_BYTES_MAX: Final = 32 << 20
 """Longer transfers are split, so that at the deadline most of a long prefix has arrived, not nothing."""

@@ -20,8 +20,6 @@ from stowage.errors import StorageError
 from stowage.log import Trouble
 from stowage.storage.protocol import Described, Inquiry, Outcome, Probe, Probing, Tier, Transfer
 
-__all__ = ["Guarded"]
-
 _SHOWN_CHARACTERS = 200
 _RAISED = (Exception, CancelledError, SystemExit)
 """All that a user's tier may raise. KeyboardInterrupt is not among them: it is meant for the thread."""

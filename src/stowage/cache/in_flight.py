@@ -20,8 +20,6 @@ import numpy as np
 from stowage.cache.circuit_breaker import Breaker
 from stowage.core.geometry import BoolArray, IntArray, MaskArray
 
-__all__ = ["Flight", "Flights"]
-
 
 @dataclass(slots=True, eq=False)
 class Flight:

@@ -17,8 +17,6 @@ import numpy as np
 from stowage.core.geometry import BoolArray, IntArray, MaskArray
 from stowage.core.table import make_slots
 
-__all__ = ["ABSENT", "After", "KeyMap", "all_true", "all_zero", "present_slots"]
-
 ABSENT: Final = -1
 """In an array of slots: no slot."""
 

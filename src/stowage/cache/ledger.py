@@ -34,12 +34,9 @@ from stowage.cache.slot_states import (
     READY,
     RESERVED,
     STALE,
-    State,
     gains,
 )
 from stowage.core.geometry import BoolArray, IntArray, MaskArray
-
-__all__ = ["ABSENT", "Ledger", "State", "gains"]
 
 _NONE: IntArray = np.empty(0, np.int64)
 _NO_SLOT: IntArray = np.array([ABSENT])

@@ -22,8 +22,6 @@ from stowage.storage.neighbours import NeighbourTier
 from stowage.storage.packed_memory import PackedMemoryTier
 from stowage.storage.protocol import Tier
 
-__all__ = ["check_tiers", "open_store", "open_tiers"]
-
 _IS_ORDERED = platform.machine() in ("x86_64", "AMD64")
 """Whether others see stores in the order in which they were made, as `host_table` needs."""
 _METHODS = ("lookup", "load", "store", "poll", "discard", "close")

@@ -26,8 +26,6 @@ from stowage.cache.events import Fetch, SourceArray
 from stowage.core.geometry import BoolArray, IntArray, Kind, MaskArray
 from stowage.core.groups import GroupStrategy
 
-__all__ = ["ChunkFetcher", "Fetched", "GroupChunks", "LoadState", "OverlappedLoad", "Piece", "RowKeys"]
-
 PIECES_MAX: Final = 8
 """A load has at most this many pieces; a piece is used only when all of it has arrived."""
 _PATIENCE: Final = 1.5

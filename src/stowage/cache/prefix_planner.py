@@ -36,8 +36,6 @@ from stowage.core.groups.base import expand_masks, pack_masks
 from stowage.core.reuse import longest_boundary
 from stowage.storage.protocol import Probe
 
-__all__ = ["ChunkStore", "GroupChunks", "PrefixPlan", "PrefixPlanner", "PrefixRequest", "device_masks"]
-
 _HOST: Final = 0
 _NOTHING: Final = np.zeros(0, np.uint64)
 _NOWHERE: Final = np.zeros(0, np.int8)

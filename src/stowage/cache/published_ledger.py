@@ -13,8 +13,6 @@ from stowage.core.geometry import IntArray
 from stowage.core.key import KEY_BYTES
 from stowage.storage.host_table import HostTable
 
-__all__ = ["PublishedLedger"]
-
 
 class PublishedLedger(Ledger):
     """See `Ledger`. A chunk is in the table from its `commit` on, until its slot is free."""

@@ -17,8 +17,6 @@ from stowage.core.geometry import Geometry
 from stowage.core.prefix_search import Certain
 from stowage.storage.protocol import Probe
 
-__all__ = ["RemoteLookup"]
-
 
 class SharedStore(Protocol):
     """What is asked of a ``TieredStore``."""

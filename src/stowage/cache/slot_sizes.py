@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import Group, IntArray, MaskArray
 
-__all__ = ["Sizes"]
-
 T = TypeVar("T", np.int64, np.uint64)
 
 _FEW: Final = 1024

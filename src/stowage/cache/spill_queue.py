@@ -13,8 +13,6 @@ from typing import Final
 
 from stowage.core.geometry import IntArray
 
-__all__ = ["TRANSFERS_MAX", "SpillQueue"]
-
 TRANSFERS_MAX: Final = 4
 """Stores in flight per tier. More would only be smaller."""
 

@@ -33,8 +33,6 @@ from stowage.storage.host import HostArena
 from stowage.storage.host_table import HostTable
 from stowage.storage.protocol import Inquiry, Probe, Probing, ReadOnly, Tier, Transfer, Waitable
 
-__all__ = ["Fetch", "TieredStore"]
-
 _SPILL_BYTES_MAX = 256 << 20
 _POLL_S = 0.002
 """Polling interval for tiers that cannot call `wake`."""

@@ -9,7 +9,7 @@ from stowage.cli.output import completion_json, note, print_json, print_text, su
 
 if TYPE_CHECKING:
     from stowage.engine.engine import Engine, Prompt
-    from stowage.engine.sampling import SamplingParams
+    from stowage.engine.sampling_params import SamplingParams
 
 __all__ = ["converse", "stream_answer"]
 

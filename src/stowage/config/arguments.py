@@ -12,8 +12,6 @@ from stowage.config.memory import TEXT_MAX, Memory
 from stowage.config.wording import shown_value
 from stowage.errors import ConfigError
 
-__all__ = ["budgets", "checkpoint", "flag", "flag_or_none", "items_of", "listed", "text"]
-
 _ITEMS_MAX: Final = 1 << 20
 
 

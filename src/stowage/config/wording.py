@@ -4,8 +4,6 @@ import difflib
 import reprlib
 from collections.abc import Iterable
 
-__all__ = ["shown_value", "unknown_name"]
-
 _NUMBER_MAX = 1 << 62
 
 

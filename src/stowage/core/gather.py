@@ -14,8 +14,6 @@ from typing import Any
 from stowage.native import extension as _native
 from stowage.native import is_wanted
 
-__all__ = ["attributes", "packed_u32", "rows"]
-
 _IN_C = is_wanted()
 
 

@@ -26,8 +26,6 @@ from stowage.errors import FormatError
 from stowage.native import extension as _native
 from stowage.native import is_wanted
 
-__all__ = ["LEAST_BYTES", "UnknownCode", "is_quick", "pack", "pack_frames", "unpack", "unpack_frames", "worth_bytes"]
-
 LEAST_BYTES: Final = 1 << 10
 """Shorter payloads are not packed."""
 _SAVED: Final = 16

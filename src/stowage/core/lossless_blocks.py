@@ -12,8 +12,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DAMAGED", "RAW_MAX", "UNKNOWN", "WHOLE", "pack", "unpack"]
-
 WHOLE: Final = 0
 DAMAGED: Final = 1
 UNKNOWN: Final = 2

@@ -22,8 +22,6 @@ import numpy as np
 
 from stowage.core.geometry import BoolArray, IntArray
 
-__all__ = ["Certain", "Search"]
-
 _UNKNOWN: Final = -1
 _ABSENT: Final = 0
 _PRESENT: Final = 1

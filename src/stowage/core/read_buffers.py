@@ -12,8 +12,6 @@ from typing import Final
 from stowage.native import extension, is_wanted
 from stowage.native.memory import pages
 
-__all__ = ["ReadBuffers", "flush_from_caches"]
-
 IN_FLIGHT_BYTES_MAX: Final = 9 << 20
 """Packed bytes that reads are under way for: three runs. A disk that reports several reads together idles after each
 report, so it should not have to report often."""

@@ -26,8 +26,6 @@ import numpy as np
 from stowage.core.geometry import BoolArray, IntArray, Kind
 from stowage.core.groups.base import GroupStrategy
 
-__all__ = ["NOWHERE", "Points", "tail_of"]
-
 NOWHERE: Final = 1 << 62
 """The point after the last one."""
 _TEMPLATE_TOKENS: Final = 16

@@ -33,8 +33,6 @@ from stowage.core.geometry import BoolArray, Kind
 from stowage.core.groups.base import GroupStrategy
 from stowage.core.resume_points import NOWHERE, Points, tail_of
 
-__all__ = ["Learner", "Retention"]
-
 ENDS_MAX: Final = 1 << 16
 CLASSES_MAX: Final = 256
 EVIDENCE: Final = 4

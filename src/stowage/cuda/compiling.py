@@ -9,8 +9,6 @@ import subprocess
 
 from stowage.native.switches import PURE_PYTHON, is_on
 
-__all__ = ["errors", "is_wanted"]
-
 _RAISED = (
     *(RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, ImportError, OSError),
     subprocess.SubprocessError,

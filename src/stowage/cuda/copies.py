@@ -21,8 +21,6 @@ from stowage.transfer.pinning import Pinned, pin
 from stowage.transfer.protocol import CopyTicket
 from stowage.transfer.staged import StagedRun, SynchronousCopies
 
-__all__ = ["CudaCarrier", "CudaCopies"]
-
 
 class _Event:
     """A ticket that is done when the device has passed an event."""

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["CudaRecorder"]
-
 _turn = threading.Lock()
 _WARM_UPS = 2
 """Kernels are chosen and workspaces made in the first runs; neither may happen in a recording."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from stowage.transfer.pinning import USES_HOST_PAGE_TABLES, CudaDriver
 
-__all__ = ["mapped"]
-
 
 class Addresses(Protocol):
     """What is asked of a device's driver."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 
 NEW_TOKENS = 40
 

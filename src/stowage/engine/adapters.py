@@ -14,8 +14,6 @@ from stowage.executor.sequence_state import probe_sequence, take_blocks
 from stowage.models.adapters import Adapter, AdapterFile, Adapters
 from stowage.models.loading import Loaded
 
-__all__ = ["install", "memory_without_adapters", "namespace_for_adapter", "select_adapter"]
-
 _PROMPT, _TOKENS = 4, 6
 _READ_AS_IT_IS = "kv_b_proj"
 """Latent attention (``executor.attention``) computes with the weight of this layer, besides calling it."""

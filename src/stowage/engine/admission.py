@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.cache.cost_model import CostModel
-from stowage.cache.prefix_planner import GroupChunks, PrefixPlan, PrefixPlanner
+from stowage.cache.overlapped_load import GroupChunks
+from stowage.cache.prefix_planner import PrefixPlan, PrefixPlanner
 from stowage.cache.remote_lookup import RemoteLookup
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.engine.kv_manager import KVManager

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stowage.config import arguments
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import ConfigError, RequestError
-
-__all__ = ["check_engine", "check_request", "prompt_list"]
 
 
 def check_engine(model: Any, memory: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:

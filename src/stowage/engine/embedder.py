@@ -17,8 +17,6 @@ from stowage.models.directory import load_tokenizer
 from stowage.models.hub import find
 from stowage.models.pooling import read_pipeline
 
-__all__ = ["Embedder"]
-
 _CHARACTERS_PER_TOKEN = 256
 """A text with more of them for each token that the model takes is too long without counting."""
 _ENDLESS = 1 << 30

@@ -10,8 +10,6 @@ from __future__ import annotations
 from typing import Any, Final
 from urllib.parse import unquote
 
-__all__ = ["endless", "pointed"]
-
 _SHOWN: Final = 100
 
 

@@ -32,8 +32,9 @@ from stowage.engine.grammar import Grammars
 from stowage.engine.loop import Loop
 from stowage.engine.memory_budget import kv_budget, weights_budget
 from stowage.engine.prompts import Prompts
-from stowage.engine.request import Completion, Delta, Progress, Request
-from stowage.engine.sampling import Sampler, SamplingParams
+from stowage.engine.request import Completion, Delta, Request
+from stowage.engine.sampling import Sampler
+from stowage.engine.sampling_params import SamplingParams
 from stowage.engine.scheduler_assembly import assemble_scheduler
 from stowage.engine.sequence import Sequence
 from stowage.engine.shutdown import Shutdown
@@ -49,8 +50,6 @@ from stowage.models import loading
 from stowage.models.adapters import read_all
 from stowage.models.loading import eos_ids
 from stowage.storage.protocol import Tier
-
-__all__ = ["Completion", "Delta", "Engine", "Progress", "Prompt", "Request"]
 
 Prompt = str | list[int] | list[dict[str, str]]
 _FLUSH_TURN_S, _FLUSH_PAUSE_S = 0.005, 0.0005

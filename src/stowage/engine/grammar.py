@@ -23,8 +23,6 @@ from stowage.engine.endless_schema import endless
 from stowage.engine.sampling_params import StructuredOutputs, Thinking
 from stowage.errors import RequestError
 
-__all__ = ["GrammarState", "Grammars"]
-
 KEPT: Final = 64
 """Compiled grammars in the cache: similar requests share one."""
 SOUND_KEPT: Final = 4096

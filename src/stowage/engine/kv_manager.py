@@ -17,8 +17,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.cache.events import Fetch
 from stowage.cache.overlapped_load import GroupChunks
-from stowage.cache.store import Fetch, TieredStore
+from stowage.cache.store import TieredStore
 from stowage.core.copy_plan import CopyPlan, store_plan
 from stowage.core.geometry import NULL_BLOCK, Kind
 from stowage.core.groups import GroupStrategy

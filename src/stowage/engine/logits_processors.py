@@ -17,8 +17,6 @@ from stowage.engine.grammar import GrammarState
 from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import RequestError
 
-__all__ = ["LogitsProcessors", "processors_of"]
-
 
 class LogitsProcessors:
     """The processors of one sequence. ``prompt``: its tokens; ``ends``: tokens that end it; ``grammar``: of its

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from stowage.weights.loading import Budget
     from stowage.weights.source import WeightSource
 
-__all__ = ["activation_bytes", "kv_budget", "weights_budget"]
-
 _HIDDEN_COPIES, _INNER_COPIES, _LOGIT_COPIES, _BYTES = 8, 4, 3, 4
 """Float32 copies that are live at once, at most: of a token's hidden state, of its MLP activations, of its logits."""
 

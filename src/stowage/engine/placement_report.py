@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from stowage.config.memory import format_size
 from stowage.engine.engine import Engine
 from stowage.storage.protocol import Probing
-from stowage.weights.placement import Delivery
 from stowage.weights.source import WeightSource
+from stowage.weights.weight_unit import Delivery
 
 
 @dataclass(frozen=True, slots=True)

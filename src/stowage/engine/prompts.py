@@ -18,8 +18,6 @@ from typing import Any, Final
 from stowage.errors import RequestError
 from stowage.models.layout import ModelLayout
 
-__all__ = ["PLAINLY", "Begin", "PromptTooLong", "Prompts", "unasked"]
-
 PIECE_CHARACTERS: Final = 1 << 16
 """Of a long text, at a time, while its tokens are counted."""
 _CHARACTERS_PER_TOKEN: Final = 6

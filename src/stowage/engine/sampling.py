@@ -16,10 +16,8 @@ from torch import Tensor
 
 from stowage.engine.grammar import GrammarState
 from stowage.engine.logits_processors import LogitsProcessors, processors_of
-from stowage.engine.sampling_params import LOGPROBS_MAX, SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import ModelError
-
-__all__ = ["LOGPROBS_MAX", "Sampler", "SamplingParams", "TokenLogprob", "check_logits", "logprobs_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ from typing import Any
 from stowage.config.arguments import items_of
 from stowage.errors import RequestError
 
-__all__ = ["LOGIT_BIAS_MAX", "LOGPROBS_MAX", "SamplingParams", "StructuredOutputs", "Thinking"]
-
 LOGPROBS_MAX = 50
 STOPS_MAX = 64
 STOP_CHARACTERS_MAX = 1024

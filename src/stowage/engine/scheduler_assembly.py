@@ -19,8 +19,6 @@ from stowage.engine.swap.long_context import LongContextSwap
 from stowage.engine.swap.preemption import PreemptionSwap
 from stowage.engine.swap.swap_space import SwapSpace
 
-__all__ = ["assemble_scheduler"]
-
 
 def assemble_scheduler(
     parts: Parts, memory: Memory, cost_model: CostModel, clock: Callable[[], float]

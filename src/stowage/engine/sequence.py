@@ -15,7 +15,8 @@ from stowage.cache.prefix_planner import PrefixRequest
 from stowage.core.geometry import Group, Kind
 from stowage.core.key import SequenceKeys
 from stowage.engine.detokenizer import Detokenizer
-from stowage.engine.sampling import Sampler, SamplingParams, TokenLogprob, logprobs_of
+from stowage.engine.sampling import Sampler, TokenLogprob, logprobs_of
+from stowage.engine.sampling_params import SamplingParams
 from stowage.engine.swap.host_blocks import SwappedBlocks
 from stowage.executor.batch import Work
 from stowage.executor.sequence_state import SequenceState

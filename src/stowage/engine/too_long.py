@@ -9,8 +9,6 @@ from stowage.errors import BudgetError
 from stowage.executor.block_pool import bytes_needed
 from stowage.executor.replay.graphs.budget import with_share
 
-__all__ = ["too_long"]
-
 
 def too_long(sequence: Sequence, parts: Parts, memory: Memory, no_offload_reason: str) -> BudgetError:
     """The error, with what would be enough. ``no_offload_reason``: why exact answers exclude

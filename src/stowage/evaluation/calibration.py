@@ -33,8 +33,6 @@ from stowage.weights.quantized.fitting import Inputs
 from stowage.weights.quantized.modules import Target, targets
 from stowage.weights.quantized.stacks import DOWN, up_projection
 
-__all__ = ["Fitted", "fit"]
-
 _WINDOW_TOKENS: Final = 512
 _WINDOWS: Final = 16
 _WINDOWS_BACKWARDS: Final = 2

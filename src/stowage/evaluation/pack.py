@@ -24,7 +24,7 @@ from torch import Tensor
 from stowage.config.memory import Memory
 from stowage.core.lossless import is_quick
 from stowage.engine.engine import Engine
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import ConfigError, DirectoryError, ModelError, StorageError, UnsupportedModelError
 from stowage.evaluation import runs
 from stowage.evaluation.calibration import Fitted
@@ -33,20 +33,6 @@ from stowage.models.directory import has_tokenizer, part_of
 from stowage.models.files import check_files
 from stowage.weights.quantized.codes import GROUPS, Form
 from stowage.weights.quantized.modules import FILE, METHOD, VERSION, Target, marked
-
-__all__ = [
-    "MIXED",
-    "WEIGHTS",
-    "Packed",
-    "Perplexity",
-    "form_name",
-    "pack",
-    "pack_lossless",
-    "perplexity",
-    "reads_text",
-    "score",
-    "without_tiers",
-]
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
 _NOT_COPIED = ("config.json", "adapter_config.json")

@@ -22,7 +22,7 @@ from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.evaluation import runs, same_model
 from stowage.evaluation.same_model import SameModel
 from stowage.models.layout import ModelLayout

@@ -20,8 +20,6 @@ from torch import Tensor
 from stowage.engine.request import Completion
 from stowage.models.state_access import forward, keeper_of
 
-__all__ = ["SameModel", "compare"]
-
 _TIMES = 4.0
 """How many times as far as Transformers is from itself, at most: the largest of some hundred differences varies by so
 much between seeds."""

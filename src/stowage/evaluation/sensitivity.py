@@ -24,8 +24,6 @@ from stowage.weights.quantized.fitting import Inputs
 from stowage.weights.quantized.grids import GRIDS
 from stowage.weights.quantized.modules import Target
 
-__all__ = ["Choice", "Gradients", "Packable", "chosen", "forms_of", "gradients", "is_measured", "packables"]
-
 _EXPERTS: Final = ("int4_64", "int4_32")
 _FORMS: Final = ("int8", "int4_128", "q4_0", "q4_k", "q5_0", "q5_k")
 """The candidate forms of a linear layer: others have a larger divergence for the same bits."""

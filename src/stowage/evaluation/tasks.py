@@ -26,11 +26,9 @@ from typing import Any
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import ConfigError, ModelError, RequestError
 from stowage.evaluation import runs as trials
-
-__all__ = ["NEW_TOKENS", "SHOTS", "Evaluation", "Question", "Run", "evaluate", "questions", "right"]
 
 SHOTS, NEW_TOKENS = 5, 256
 _MARK = "####"

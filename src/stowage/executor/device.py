@@ -37,8 +37,6 @@ from stowage.transfer.staged import StagedTransfer, SynchronousCopies
 from stowage.weights.device_prefetcher import Carrier, PlainCarrier
 from stowage.weights.quantized.formats import dequantized_by_torch, first_outputs, unpack_with
 
-__all__ = ["DeviceLink", "carrier", "device_of", "link", "paged_kernel", "recorder", "resolve"]
-
 unpack_with("cuda", Unpacking(dequantized_by_torch, first_outputs))
 
 

@@ -11,8 +11,6 @@ from typing import Final
 from stowage.native import extension
 from stowage.weights.quantized.i_quants import I_QUANTS, table
 
-__all__ = ["number_of"]
-
 _FORMATS: Final = (
     "",  # not quantized
     *"q8_0 q4_0 q4_1 q5_0 q5_1 iq4_nl mxfp4_block f32 f16 bf16 mxfp4 fp8 int4 gptq awq packed4".split(),

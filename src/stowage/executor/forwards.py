@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 from stowage.executor.batch import Work, is_decode, order
 
-__all__ = ["Forward", "ForwardShape", "Forwards"]
-
 
 class ForwardShape(enum.Enum):
     """The shape of a forward; see the module."""

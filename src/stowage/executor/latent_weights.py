@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["LatentWeights", "absorbed", "expanded", "unexpanded"]
-
 
 class LatentWeights:
     """Of one model. ``keeps``: transposed copies are kept until the weight is replaced or changed in place."""

@@ -30,8 +30,6 @@ from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
 from stowage.executor.decode_attention import Attend, Tables
 from stowage.executor.replay.backend import StepShape
 
-__all__ = ["Inputs", "StaticSteps"]
-
 TOKENS_LEAST = 256
 
 

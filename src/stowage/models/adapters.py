@@ -26,8 +26,6 @@ from stowage.models import identity
 from stowage.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapters_named, check_adapter
 from stowage.weights.quantized.blocks import BlockLinear
 
-__all__ = ["Adapter", "AdapterFile", "Adapters", "read_all"]
-
 _NO_MEANING = frozenset({
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",

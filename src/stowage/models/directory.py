@@ -14,8 +14,6 @@ from typing import Any
 from stowage.errors import CheckpointError
 from stowage.models.multimodal import TextPart, text_part
 
-__all__ = ["config_of", "has_tokenizer", "load_tokenizer", "part_of", "refuse_absurd"]
-
 logger = logging.getLogger("stowage.models")
 _REASON_CHARACTERS = 200
 _MAKING = Lock()

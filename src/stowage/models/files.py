@@ -12,16 +12,6 @@ from pathlib import Path, PurePath
 from stowage.errors import CheckpointError, ConfigError
 from stowage.models.hub import find, is_here
 
-__all__ = [
-    "ADAPTER_CONFIG",
-    "ADAPTER_WEIGHTS",
-    "adapters_named",
-    "check_adapter",
-    "check_files",
-    "check_given",
-    "weight_files",
-]
-
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 

@@ -13,8 +13,6 @@ from typing import Final
 from stowage.errors import CheckpointError, first_line
 from stowage.models import hub_gguf
 
-__all__ = ["find", "find_config", "find_gguf", "is_gguf", "is_here"]
-
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
 _REASON_CHARACTERS = 200
 _YES = ("1", "ON", "YES", "TRUE")

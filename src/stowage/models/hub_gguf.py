@@ -12,8 +12,6 @@ from typing import Final
 
 from stowage.errors import CheckpointError
 
-__all__ = ["files_of", "goes_with_a_model", "parse"]
-
 _TAGGED: Final = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<tag>[\w./-]+)")
 _PART: Final = re.compile(r"-\d{5}-of-\d{5}$")
 _DEFAULT: Final = "Q4_K_M"

@@ -21,8 +21,6 @@ from typing import Any
 
 from stowage.models.remembered import remembered_json
 
-__all__ = ["remembering"]
-
 _MODULE, _FUNCTION, _AGAIN = "transformers.utils.import_utils", "define_import_structure", "direct_transformers_import"
 Structure = dict[frozenset[str], dict[str, set[str]]]
 """By the packages that are needed: names of each module."""

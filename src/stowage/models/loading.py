@@ -183,8 +183,9 @@ def _placed(found: _Found, budget: Budget, name: str) -> tuple[Any, WeightSource
     time, and stay resident.
     """
     from stowage.weights.loading import load as load_within
-    from stowage.weights.placement import Delivery, Rule
+    from stowage.weights.placement import Rule
     from stowage.weights.source import UncalledError
+    from stowage.weights.weight_unit import Delivery
 
     for left in reversed(range(_UNCALLED_MOST)):
         built, source = load_within(found.files, found.build, budget, found.spans)

@@ -18,8 +18,6 @@ from stowage.errors import CheckpointError, UnsupportedModelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Pipeline", "is_embedding_model", "read_pipeline"]
-
 _MODULES = "modules.json"
 _MODES = {
     "cls_token": "cls",

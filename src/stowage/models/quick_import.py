@@ -30,8 +30,6 @@ from typing import Any
 
 from stowage.models.import_structure import remembering
 
-__all__ = ["begin_import", "import_transformers"]
-
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
 _COMPILER = "torch._dynamo"
 _SYMBOLS = "torch.fx.experimental.symbolic_shapes"

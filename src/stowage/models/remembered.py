@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Remembered", "default_state_directory", "put_in_place", "remembered_json"]
-
 _ENTRIES_MAX = 512
 _VALUE_MAX = 64
 _NO_HOME = "/nonexistent"

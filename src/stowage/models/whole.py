@@ -18,8 +18,6 @@ import torch
 from stowage.errors import CheckpointError, ConfigError
 from stowage.models.multimodal import TextPart, text_part
 
-__all__ = ["towers", "trial_inputs", "whole_part"]
-
 _TEXT = "AutoModelForCausalLM"
 
 

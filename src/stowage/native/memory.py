@@ -13,8 +13,6 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["HUGE_BYTES", "anonymous", "in_huge_pages", "keep_freed", "pages"]
-
 HUGE_BYTES: Final = 2 << 20
 _LARGEST_KEPT: Final = (32 << 20) - (64 << 10)
 """Just below ``DEFAULT_MMAP_THRESHOLD_MAX`` of glibc, with room for a chunk's header."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Final
 
-__all__ = ["PURE_PYTHON", "is_on"]
-
 PURE_PYTHON: Final = "STOWAGE_PURE_PYTHON"
 """Python does what compiled code does elsewhere, more slowly."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.planner.shapes import Model
-from stowage.weights.placement import PAGE_BYTES
 
 _STACKS = 2
 """Parameters that a layer's experts are stacked in."""

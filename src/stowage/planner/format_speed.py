@@ -29,8 +29,6 @@ from stowage.weights.quantized.codes import FORMS, Form, PackedMatrix
 from stowage.weights.quantized.formats import FORMATS, PLAIN, Spec
 from stowage.weights.quantized.i_quants import I_QUANTS, is_readable
 
-__all__ = ["is_ours", "measure", "notes", "with_int8"]
-
 _OUTPUTS = {1: 16384, 8: 8192, 128: 2048}
 """Outputs of matrices of the usual width, by rows: so many that distributing work to threads takes negligible time."""
 ROWS: Final = tuple(_OUTPUTS)

@@ -118,7 +118,7 @@ def _step_s(
     engine: Any, batch: int, length: int = _PROMPT_FEW, between: Callable[..., object] = lambda **_options: None
 ) -> float:
     """``between`` is called after each step, and takes none of its time."""
-    from stowage.engine.sampling import SamplingParams
+    from stowage.engine.sampling_params import SamplingParams
 
     params = SamplingParams(_TOKENS, ignore_eos=True)
     seconds: list[float] = []
@@ -154,7 +154,7 @@ def _prefilling_s(model: Any) -> float:
     import torch
     from torch import nn
 
-    from stowage.engine.sampling import SamplingParams
+    from stowage.engine.sampling_params import SamplingParams
 
     with _engine(model) as engine:
         for module in model.modules():

@@ -15,7 +15,7 @@ from stowage.planner.machine import Machine
 from stowage.planner.predict import Step
 from stowage.planner.shapes import Model
 from stowage.planner.solve import DEVICE, TIERS, Alternative, Placed, Solution
-from stowage.weights.placement import Delivery
+from stowage.weights.weight_unit import Delivery
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from stowage.planner.cached_experts import Cached
 from stowage.planner.machine import Machine
 from stowage.planner.predict import BLOCK_TOKENS, Offloaded, Prediction, Workload, inner_parameters, predict
 from stowage.planner.shapes import Model
-from stowage.weights.placement import RING_SLOTS, RING_SLOTS_LEAST, Delivery
+from stowage.weights.placement import RING_SLOTS, RING_SLOTS_LEAST
+from stowage.weights.weight_unit import Delivery
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)

@@ -34,7 +34,7 @@ def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, Any]:
     """
     import torch
 
-    from stowage.weights.checkpoint import File
+    from stowage.weights.file import File
     from stowage.weights.reader import Read, Readers
     from stowage.weights.ring import Ring
 

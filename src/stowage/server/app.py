@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stowage import __version__
-from stowage.engine.engine import Delta
+from stowage.engine.request import Delta
 from stowage.server import dashboard_page
 from stowage.server.api_errors import bad, no_model
 from stowage.server.apis import (

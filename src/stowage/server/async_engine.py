@@ -19,8 +19,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from stowage.engine.engine import Delta, Engine, Request
+from stowage.engine.engine import Engine
 from stowage.engine.prompts import Begin
+from stowage.engine.request import Delta, Request
 from stowage.engine.sampling import TokenLogprob
 from stowage.errors import ConfigError, RequestError, StowageError
 from stowage.server.api_errors import ApiError, bad, busy, internal, reopening, stopping

@@ -11,8 +11,6 @@ from stowage.server.limits import Limits
 from stowage.server.memory import Reservation
 from stowage.server.stream import ClientDisconnected
 
-__all__ = ["BodyReader", "took_too_long"]
-
 
 def took_too_long(limits: Limits) -> ApiError:
     what = f"The answer took longer than the {limits.request_timeout_s:g} s that a request may take."

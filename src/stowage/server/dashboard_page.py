@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Final
 
-__all__ = ["PRIVATE", "SCRIPTS", "load"]
-
 SCRIPTS: Final = ("format.js", "nodes.js", "charts.js", "memory.js", "requests.js", "main.js")
 """Concatenated in this order: later parts use earlier ones."""
 PRIVATE: Final[Mapping[str, str]] = {

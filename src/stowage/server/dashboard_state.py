@@ -12,8 +12,6 @@ from typing import Any, Final
 from stowage.engine.engine import Engine
 from stowage.engine.placement_report import placement, shared_tiers, weights_bytes
 
-__all__ = ["MemoryLayout", "sample", "sample_names", "totals", "transfers"]
-
 TRANSFER_NUMBERS: Final = (
     "transfers_under_way spills_waiting promoted promoted_bytes spills spilled_bytes timeouts"
 ).split()

@@ -31,8 +31,6 @@ from stowage.server.middleware import CONTEXT, RequestContext
 from stowage.server.served_model import ServedEmbedder
 from stowage.server.stream import encoded, send_json, while_connected
 
-__all__ = ["EMBEDDINGS", "Embedding", "described"]
-
 EMBEDDINGS: Final = "/v1/embeddings"
 TEXTS_MAX: Final = 2048
 """OpenAI's limit for one request."""

@@ -21,8 +21,6 @@ from stowage.server.metrics import GENERATION, ServerMetrics
 from stowage.server.middleware import wrapped
 from stowage.server.served_model import ServedEmbedder
 
-__all__ = ["build"]
-
 _MODEL: Final = "/v1/models/{model:path}"
 
 

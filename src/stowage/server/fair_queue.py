@@ -18,8 +18,6 @@ from typing import Any, Final, TypeVar
 
 from stowage.server.api_errors import busy
 
-__all__ = ["Abandoned", "FairQueue", "Job"]
-
 T = TypeVar("T")
 _MINUTE_S: Final = 60.0
 _CLIENTS_MAX: Final = 4096

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from stowage.engine.engine import Delta
+from stowage.engine.request import Delta
 from stowage.engine.sampling import TokenLogprob
 from stowage.server.api_errors import ApiError
 from stowage.server.apis.generation_request import GenerationRequest

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector as _Collector
 from prometheus_client.samples import Sample
 
-from stowage.engine.engine import Completion
+from stowage.engine.request import Completion
 from stowage.metrics import Collector
 from stowage.server.apis.generation_request import GenerationRequest
 

@@ -21,8 +21,6 @@ from stowage.server.auth import Tenant
 from stowage.server.metrics import ServerMetrics
 from stowage.server.request_history import RequestHistory
 
-__all__ = ["EVERY_S", "KEPT_S", "History", "Monitor"]
-
 EVERY_S: Final = 5.0
 KEPT_S: Final = 3600.0
 _PATIENCE_S: Final = 1.0

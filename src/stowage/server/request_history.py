@@ -15,13 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from stowage.engine.engine import Progress
+from stowage.engine.request import Progress
 from stowage.server.async_engine import Exchange
 from stowage.server.auth import Tenant
 from stowage.server.metrics import CLIENT_LEFT, COMPLETIONS
 from stowage.server.middleware import RequestContext
-
-__all__ = ["KEPT_MAX", "SHOWN_MAX", "RequestHistory", "Times"]
 
 KEPT_MAX: Final = 2000
 """Ended requests that are kept, of all clients together."""

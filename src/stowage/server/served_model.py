@@ -13,8 +13,6 @@ from stowage.server.tools.formats import AUTO, FORMATS, REASONING
 if TYPE_CHECKING:
     from stowage.engine.embedder import Embedder
 
-__all__ = ["ServedEmbedder", "ServedModel", "origins"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServedEmbedder:

@@ -13,8 +13,6 @@ from stowage.errors import RequestError
 from stowage.server.api_errors import ApiError, bad
 from stowage.server.fields import Fields
 
-__all__ = ["made_of", "of_schema", "structured_outputs", "unusable"]
-
 _GUIDED: Final = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 _FORMATS: Final = "text, json_object, json_schema"
 

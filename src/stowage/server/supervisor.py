@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 from stowage.engine.engine import Engine
 
-__all__ = ["EngineSupervisor"]
-
 logger = logging.getLogger("stowage.server")
 _CLOSE_S = 10.0
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from stowage import svg
 from stowage.simulator.results import Figures
 
-__all__ = ["draw"]
-
 COLORS = {"host": "#588b8b", "disk": "#e0a458", "object": "#8a6fb0"}
 _WAITS = {"p50": "#2f6f4f", "p95": "#c8553d", "p99": "#7d2e20"}
 _LEFT, _GAP, _TOP, _HEIGHT = 60, 90, 110, 240

@@ -29,8 +29,6 @@ from stowage.simulator.scenario import Scenario
 from stowage.simulator.store import EventQueue, SimulatedStore
 from stowage.simulator.tiers import Content
 
-__all__ = ["Node", "Outcomes", "keys_of"]
-
 _FORWARD_TOKENS: Final = 1 << 20
 _LOOK_EVERY_S: Final = 0.005
 """As in `engine/loop.py`: while nothing can be computed."""

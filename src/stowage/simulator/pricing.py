@@ -12,8 +12,6 @@ from typing import Final
 from stowage.config.memory import parse_size
 from stowage.errors import ConfigError
 
-__all__ = ["Endurance", "Prices", "parse_endurance"]
-
 DAY_S: Final = 86_400.0
 YEAR_S: Final = 365 * DAY_S
 MONTH_S: Final = 30 * DAY_S

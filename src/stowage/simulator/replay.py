@@ -24,8 +24,6 @@ from stowage.simulator.store import EventQueue
 from stowage.simulator.tiers import Content, Objects
 from stowage.simulator.trace import Trace
 
-__all__ = ["Part", "Report", "parts_of", "replay", "route"]
-
 _REPORT_EVERY: Final = 2048
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 _FOLD: Final = np.uint64(32)

@@ -19,8 +19,6 @@ from stowage.simulator.replay import Report, parts_of
 from stowage.simulator.scenario import Scenario
 from stowage.simulator.trace import Trace
 
-__all__ = ["Figures", "Ttft", "figures_of", "simulate"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ttft:

@@ -14,8 +14,6 @@ from stowage.core.geometry import PAGE_BYTES, Geometry, Group, Kind, SlabClass, 
 from stowage.errors import BudgetError, ConfigError
 from stowage.storage.disk.tier import least_limit_bytes
 
-__all__ = ["ROUTINGS", "Link", "Scenario"]
-
 ROUTINGS: Final = ("round-robin", "sticky", "random")
 
 

@@ -24,8 +24,6 @@ from stowage.simulator.scenario import Scenario
 from stowage.simulator.tiers import Content, Landing, Tier
 from stowage.storage.protocol import Probe
 
-__all__ = ["EventQueue", "SimulatedStore"]
-
 _SPILL_BYTES_MAX: Final = 256 << 20
 _SPILL_SHARE: Final = 4
 """As in `cache/store.py`: the limit of bytes in flight to lower tiers, and the part of host memory that it may be."""

@@ -21,8 +21,6 @@ from stowage.core.geometry import BoolArray, MaskArray
 from stowage.core.table.native import make_rows
 from stowage.simulator.scenario import Link
 
-__all__ = ["Content", "Landing", "Objects", "Tier"]
-
 TRANSFERS_MAX: Final = 64
 """Loads, and stores, in flight in a tier; more are refused, as by the real tiers."""
 _FIELD_BYTES: Final = 8

@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 from stowage.core.geometry import IntArray
 from stowage.errors import ConfigError
 
-__all__ = ["Trace", "read_trace"]
-
 Progress = Callable[[int, int], None]
 
 _FIELDS: Final = ("timestamp", "input_length", "output_length", "hash_ids")

@@ -15,8 +15,6 @@ from stowage.simulator.replay import Part, Report, replay
 from stowage.simulator.scenario import Scenario
 from stowage.simulator.trace import Trace
 
-__all__ = ["Task", "run"]
-
 Task = tuple[Scenario, Part]
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Generic, TypeVar
 
-__all__ = ["ALIGNED", "CircularLog", "Piece"]
-
 ALIGNED: Final = 64
 """Pieces begin on a line of the processor's cache."""
 

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 
 from stowage.log import Trouble
 
-__all__ = ["TierCounters", "Words"]
-
 Words = Mapping[str, tuple[int, str]]
 """At which level a counter that rises is logged, and in which words."""
 

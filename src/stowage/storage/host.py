@@ -19,8 +19,6 @@ from stowage.core.geometry import IntArray, SlabClass
 from stowage.errors import ConfigError
 from stowage.native.memory import anonymous, in_huge_pages
 
-__all__ = ["HostArena", "map_arena", "map_memory"]
-
 
 class HostArena:
     """The bytes of all slots. Slots are global numbers, as in the ledger. `path`: what `map_arena` takes in another

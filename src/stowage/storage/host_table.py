@@ -21,8 +21,6 @@ import numpy as np
 from stowage.core.geometry import SlabClass
 from stowage.core.key import KEY_BYTES
 
-__all__ = ["HEADER_BYTES", "HostTable", "Snapshot", "read_header"]
-
 _MAGIC = b"stowage host 1\0\0"
 HEADER_BYTES = 48
 """Magic, the name of this table, and how many slots there are."""

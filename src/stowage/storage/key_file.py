@@ -23,8 +23,6 @@ from typing import Final
 from stowage.errors import ConfigError
 from stowage.storage.format.protection import SECRET_BYTES, Method, Protection, SecretKey
 
-__all__ = ["KEYS_MAX", "drop", "make", "protection", "read", "rotate"]
-
 KEYS_MAX: Final = 64
 _LINE: Final = re.compile(rb"stowage-key-1 ([0-9a-f]{64})")
 _FILE_BYTES_MAX: Final = 4 * KEYS_MAX * 80

@@ -18,8 +18,6 @@ from pathlib import Path
 from stowage.config.memory import format_size
 from stowage.errors import BudgetError, DirectoryError
 
-__all__ = ["Lease", "Published", "budget_directory", "held_bytes", "hold", "published"]
-
 _GATE = "gate"
 _SUFFIX = ".part"
 _NUMBER_BYTES = 32

@@ -28,8 +28,6 @@ from stowage.storage.host_table import Layout, Reader, Snapshot, read_changes, r
 from stowage.storage.lease import Lease, Published, hold, published
 from stowage.storage.protocol import Inquiry, Outcome, Probe, Transfer
 
-__all__ = ["NeighbourTier"]
-
 READERS_MAX: Final = 4
 TRANSFERS_MAX: Final = 64
 

@@ -28,8 +28,6 @@ from stowage.storage.remote.backend import Answer, Bounds, Cause, Failure
 from stowage.storage.remote.quota import Quota
 from stowage.storage.remote.tier import RemoteTier
 
-__all__ = ["ObjectTier"]
-
 BOUNDS: Final = Bounds(batch_keys=1, batch_bytes=1, reads_max=32, writes_max=16, probes_max=64, search_widths=(8, 48))
 PART_BYTES: Final = 8 << 20
 """Long objects are read, and written, in parts of that length at the same time: one connection brings little."""

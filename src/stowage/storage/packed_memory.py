@@ -31,8 +31,6 @@ from stowage.storage.counters import TierCounters
 from stowage.storage.host import map_memory
 from stowage.storage.protocol import Outcome, Transfer
 
-__all__ = ["PackedMemoryTier"]
-
 TRANSFERS_MAX: Final = 64
 LOADED_BYTES: Final = 4 << 20
 """A reader takes so many bytes of a load, or one longer chunk, at a time."""

@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 
 from stowage.core.prefix_search import Certain
 
-__all__ = ["Described", "Inquiry", "Outcome", "Probe", "Probing", "ReadOnly", "Tier", "Transfer", "Waitable"]
-
 
 @dataclass(slots=True)
 class Transfer:

@@ -21,8 +21,6 @@ from stowage.storage.remote.backend import Answer, Bounds, Cause, Failure
 from stowage.storage.remote.replies import bounded
 from stowage.storage.remote.tier import RemoteTier
 
-__all__ = ["ValkeyTier"]
-
 BOUNDS: Final = Bounds(
     batch_keys=256, batch_bytes=8 << 20, reads_max=4, writes_max=2, probes_max=2, search_widths=(512, 512)
 )

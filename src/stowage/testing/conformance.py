@@ -30,9 +30,7 @@ except ImportError as error:
 
 from stowage.storage.protocol import Tier
 from stowage.testing.tier_steps import TierSteps
-from stowage.testing.watch import NonConformance, Watch
-
-__all__ = ["NonConformance", "TierConformance"]
+from stowage.testing.watch import Watch
 
 
 class TierConformance:

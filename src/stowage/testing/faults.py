@@ -16,8 +16,6 @@ from typing import Final
 
 from stowage.storage.disk.files import FileSystem, RealFileSystem
 
-__all__ = ["FaultyFileSystem", "Hang"]
-
 OPERATIONS: Final = frozenset({"open", "preadv", "pwritev", "allocate", "truncate", "unlink"})
 FOREVER: Final = 1 << 60
 HANG_S_MAX: Final = 60.0

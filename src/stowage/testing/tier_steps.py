@@ -20,8 +20,6 @@ from stowage.storage.protocol import Described, Outcome, Tier, Transfer, Waitabl
 from stowage.testing.tier_model import Lent, TierModel, Version, key_of
 from stowage.testing.watch import NonConformance, Watch
 
-__all__ = ["Promises", "TierSteps"]
-
 NEVER_S: Final = 1e18
 PAST_S: Final = 3600.0
 MEMORY_CHECKED: Final = 8

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["NonConformance", "Patience", "Watch"]
-
 
 class NonConformance(AssertionError):
     """The tier broke a rule of the protocol; the text says which."""

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from stowage.errors import TransferError
 from stowage.transfer.protocol import CopyTicket
 
-__all__ = ["AsyncCopies"]
-
 
 class AsyncCopies:
     """Tickets with their callbacks. One thread calls, in the order of the copies."""

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from stowage.native.switches import is_on
 
-__all__ = ["USES_HOST_PAGE_TABLES", "CudaDriver", "Pinned", "is_unified", "pin", "should_pin_memory"]
-
 SWITCHES: Final = ("STOWAGE_DISABLE_PIN_MEMORY", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY")
 PIECE_BYTES: Final = 1 << 30
 """What one call of the driver pins. Between the calls a signal can end the process."""

@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 from stowage.core.copy_plan import CopyPlan
 
-__all__ = ["BlockTransfer", "CopyTicket"]
-
 
 class CopyTicket(Protocol):
     """Asynchronous copies that were begun together."""

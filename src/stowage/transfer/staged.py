@@ -28,8 +28,6 @@ from stowage.core.geometry import SlabClass
 from stowage.errors import TransferError
 from stowage.transfer.protocol import CopyTicket
 
-__all__ = ["IN_FLIGHT_BYTES_MAX", "STAGING_BYTES", "DeviceCopies", "StagedTransfer", "SynchronousCopies"]
-
 STAGING_BYTES: Final = 32 << 20
 """Size of one staging buffer, or one block if that is more: long enough for the full rate of a link."""
 IN_FLIGHT_BYTES_MAX: Final = 128 << 20

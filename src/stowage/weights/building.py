@@ -21,8 +21,6 @@ from torch.nn.modules import module as seams
 
 from stowage.weights.checkpoint import Checkpoint
 
-__all__ = ["Building"]
-
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 """Transformers' own switch: one parameter after the other, instead of all at once in the background."""
 _MADV_DONTNEED = 4

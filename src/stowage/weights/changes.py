@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from stowage.weights.offloaded_parameter import OffloadedParameter
 
-__all__ = ["AsNamed", "config_bytes"]
-
 _WHOLE_BYTES: Final = 64 << 10
 """Tensors of at most so many bytes are compared whole."""
 _VALUES: Final = 64

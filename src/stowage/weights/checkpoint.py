@@ -19,24 +19,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError
-from stowage.weights.file import File, mark_of
+from stowage.weights.file import File
 from stowage.weights.gguf import MAGIC
 from stowage.weights.lossless.packed_tensor import METADATA, PackedTensor
-
-__all__ = [
-    "PAGE_BYTES",
-    "Checkpoint",
-    "File",
-    "Segment",
-    "Span",
-    "Stored",
-    "mark_of",
-    "read_segments",
-    "same_bytes",
-    "stored_in",
-]
 
 _HEADER_BYTES_MAX: Final = 100 << 20
 _COMPARED_BYTES: Final = 4 << 20

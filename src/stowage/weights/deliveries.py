@@ -14,22 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from stowage.errors import ModelError, UnsupportedModelError
-from stowage.weights.checkpoint import Checkpoint, File
+from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.delivery import HOST, TIMEOUT_S, Load, Rows, Stacked, Streamed, files_of, hide, show
 from stowage.weights.device_prefetcher import Carrier, DevicePrefetcher, RingSlots, nbytes_of
 from stowage.weights.experts.cache import ExpertCache, Stacks, chosen
 from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
 from stowage.weights.experts.table import ExpertTable
+from stowage.weights.file import File
 from stowage.weights.forward_passes import ForwardPasses
 from stowage.weights.gradients import Gradients
 from stowage.weights.host_buffers import HostBuffers
-from stowage.weights.placement import Delivery, Placement
+from stowage.weights.placement import Placement
 from stowage.weights.quantized.stacks import computes_one_by_one
 from stowage.weights.reader import Read, Readers
 from stowage.weights.repacked import Image
 from stowage.weights.ring import Ring
-
-__all__ = ["Deliveries"]
+from stowage.weights.weight_unit import Delivery
 
 _Hooks = tuple[Callable[[Any, Any], Any], Callable[[], None]]
 

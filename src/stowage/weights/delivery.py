@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from stowage.errors import ConfigError
-from stowage.weights.checkpoint import File
 from stowage.weights.device_prefetcher import Carrier
+from stowage.weights.file import File
 from stowage.weights.grouping import Unit
 from stowage.weights.offloaded_parameter import nan_placeholder, offload, restore
 from stowage.weights.parameter_location import ParameterLocation, SlotLayout, layout, memory_of
-from stowage.weights.placement import Delivery
 from stowage.weights.reader import Read, Readers
-
-__all__ = ["HOST", "TIMEOUT_S", "Load", "Rows", "Stacked", "Streamed", "copied", "files_of", "hide", "show"]
+from stowage.weights.weight_unit import Delivery
 
 HOST: Final = torch.device("cpu")
 TIMEOUT_S: Final = 120.0

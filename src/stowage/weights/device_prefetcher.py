@@ -28,8 +28,6 @@ from stowage.errors import TransferError
 from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.prefetcher import Prefetcher
 
-__all__ = ["Carrier", "DevicePrefetcher", "PlainCarrier", "RingSlots"]
-
 _ALIGNED_BYTES = 256
 """Alignment of parameters in a buffer: that of device allocators, with which kernels are fastest."""
 

@@ -18,8 +18,6 @@ import numpy as np
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError
 
-__all__ = ["File", "mark_of"]
-
 _MINCORE: Final[Any] = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
 
 

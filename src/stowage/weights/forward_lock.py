@@ -20,8 +20,6 @@ from typing import Final
 
 from stowage.errors import ModelError
 
-__all__ = ["LOCK_TIMEOUT_S", "TWO_FORWARDS", "Claim", "ForwardLock"]
-
 TWO_FORWARDS: Final = (
     "two forwards of this model ran at the same time, and its weights are delivered for one: let one thread compute at "
     "a time, or load the model twice."

@@ -25,8 +25,6 @@ from stowage.errors import ModelError
 from stowage.weights.forward_lock import Claim, ForwardLock
 from stowage.weights.gradients import asked_of, without
 
-__all__ = ["Deliver", "ForwardPasses", "ForwardRecorder", "PassCallbacks", "recorded_by"]
-
 Deliver = Callable[..., Tensor | None]
 """Delivers a module's weights, given its tensor arguments. Returns a replacement for the first argument, or None."""
 

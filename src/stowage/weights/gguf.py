@@ -21,8 +21,6 @@ import numpy as np
 
 from stowage.errors import CheckpointError
 
-__all__ = ["MAGIC", "TYPES", "GgufFile", "GgufTensor", "Type", "read", "splits_of"]
-
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _HEADER_BYTES_MAX: Final = 512 << 20

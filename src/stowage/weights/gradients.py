@@ -26,8 +26,6 @@ from torch.utils import _pytree as pytree
 
 from stowage.errors import ModelError
 
-__all__ = ["Gradients", "asked_of", "without"]
-
 
 class _Kept(NamedTuple):
     """What autograd saves instead of a view of a weight: the numbers of its unit and parameter, and the view's form."""

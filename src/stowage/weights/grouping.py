@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stowage.weights.checkpoint import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES
 from stowage.weights.experts import memory_pages
-
-__all__ = ["SMALL_BYTES", "Unit", "arranged", "divide", "looks_up", "renumbers"]
 
 SMALL_BYTES = 16 << 10
 """Up to this size a parameter stays in memory (norms, biases): reading it costs more than keeping it."""

@@ -16,9 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stowage.weights.checkpoint import PAGE_BYTES
-
-__all__ = ["PIECE_BYTES", "HostBuffers"]
+from stowage.core.geometry import PAGE_BYTES
 
 PIECE_BYTES: Final = 1 << 30
 """Of addresses that are asked for at a time: so that few calls pin it all."""

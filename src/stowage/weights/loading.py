@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import UnsupportedModelError
 from stowage.weights.building import Building
-from stowage.weights.checkpoint import PAGE_BYTES, Checkpoint, Segment, Span, read_segments
+from stowage.weights.checkpoint import Checkpoint, Segment, Span, read_segments
 from stowage.weights.delivery import HOST, Load
 from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.grouping import Unit, arranged, divide, looks_up, renumbers
@@ -22,7 +23,7 @@ from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.locate import Locator
 from stowage.weights.offloaded_parameter import nan_placeholder
 from stowage.weights.parameter_location import ALIGNED_BYTES, ParameterLocation, as_bytes, phase_of
-from stowage.weights.placement import Delivery, Placement, Rule, WeightUnit, more_for, place
+from stowage.weights.placement import Placement, Rule, more_for, place
 from stowage.weights.quantized.blocks import unpacking_bytes
 from stowage.weights.quantized.codes import form_of, workspace_bytes
 from stowage.weights.quantized.modules import packed_forms
@@ -30,8 +31,7 @@ from stowage.weights.repacked import Image
 from stowage.weights.resident import ResidentMemory
 from stowage.weights.source import WeightSource
 from stowage.weights.tied import settle
-
-__all__ = ["Budget", "adopt", "load"]
+from stowage.weights.weight_unit import Delivery, WeightUnit
 
 _MADE_BYTES_MOST = 16 << 20
 """The largest parameter that is taken for a router, and kept."""

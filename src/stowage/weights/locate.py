@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from stowage.weights.checkpoint import Checkpoint, Segment
 
-__all__ = ["Locator"]
-
 _HEAD_BYTES = 64
 """Enough to tell tensors apart; shorter ones are not looked for."""
 _COMPARED_BYTES = 4 << 20

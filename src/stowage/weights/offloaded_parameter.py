@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from stowage.errors import ModelError, UnsupportedModelError
 
-__all__ = ["OffloadedError", "OffloadedParameter", "nan_placeholder", "offload", "restore", "set_data"]
-
 _HOST: Final = torch.device("cpu")
 _NAME: Final = "stowage_name"
 _FORM: Final = frozenset({

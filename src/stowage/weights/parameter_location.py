@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stowage.weights.checkpoint import PAGE_BYTES, File, Segment
+from stowage.core.geometry import PAGE_BYTES
+from stowage.weights.checkpoint import Segment
+from stowage.weights.file import File
 from stowage.weights.reader import Read
-
-__all__ = ["ParameterLocation", "SlotLayout", "as_bytes", "copy_of", "layout", "memory_of", "phase_of"]
 
 ALIGNED_BYTES = 64
 

@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stowage.errors import BudgetError, ConfigError
-from stowage.weights.weight_unit import PAGE_BYTES, Delivery, WeightUnit, cache_least_bytes, cache_most_bytes
-
-__all__ = ["PAGE_BYTES", "Delivery", "Placement", "Rule", "WeightUnit", "more_for", "parse_rules", "place"]
+from stowage.weights.weight_unit import Delivery, WeightUnit, cache_least_bytes, cache_most_bytes
 
 RING_SLOTS, RING_SLOTS_LEAST = 3, 2
 EXPERT_STAGES = 4

@@ -19,8 +19,6 @@ from typing import Any, Generic, TypeVar
 from stowage.errors import ModelError, TransferError
 from stowage.weights.forward_lock import TWO_FORWARDS
 
-__all__ = ["Prefetcher"]
-
 _Filling = TypeVar("_Filling")
 _Lent = TypeVar("_Lent")
 

@@ -35,8 +35,6 @@ _LATE: Final = (
     "weights were not read within {:g} s: the disk does not answer. The request failed; the next one tries again."
 )
 
-__all__ = ["Read", "Readers", "Stall", "Ticket"]
-
 THREADS: Final = 4
 READ_BYTES: Final = 1 << 20
 """The least that one system call of a long read takes, so that several threads share a small module evenly."""

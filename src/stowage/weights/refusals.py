@@ -15,8 +15,6 @@ from stowage.errors import ModelError
 from stowage.weights import saving
 from stowage.weights.offloaded_parameter import OffloadedParameter
 
-__all__ = ["guard"]
-
 _MERGE = (
     "the weights that it would be added to lie in the checkpoint's files. Save the adapter, and merge it in memory: "
     "PeftModel.from_pretrained(BASE, DIR).merge_and_unload().save_pretrained(NEW_DIR)"

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import BudgetError, StorageError
-from stowage.weights.checkpoint import PAGE_BYTES, File, Segment
-
-__all__ = ["Image", "usual_place"]
+from stowage.weights.checkpoint import Segment
+from stowage.weights.file import File
 
 _ALIGNED_BYTES = 64
 _WRITTEN_BYTES = 8 << 20

@@ -17,8 +17,6 @@ from torch import Tensor
 from stowage.native.memory import pages
 from stowage.weights.parameter_location import ALIGNED_BYTES, copy_of, phase_of
 
-__all__ = ["ResidentMemory"]
-
 _LEAST_BYTES: Final = 1 << 20
 
 

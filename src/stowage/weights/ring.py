@@ -12,8 +12,6 @@ from stowage.native.memory import anonymous, in_huge_pages
 from stowage.weights.prefetcher import Prefetcher
 from stowage.weights.reader import Read, Readers, Stall, Ticket
 
-__all__ = ["Ring", "Slot"]
-
 
 @dataclass(slots=True)
 class Slot:

@@ -17,8 +17,6 @@ from torch import Tensor
 from stowage.errors import UnsupportedModelError
 from stowage.weights.parameter_location import memory_of
 
-__all__ = ["SafetensorsFile"]
-
 _DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",

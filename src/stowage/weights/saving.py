@@ -24,8 +24,6 @@ from stowage.errors import ConfigError, StorageError, UnsupportedModelError
 from stowage.weights.quantized.modules import is_packed
 from stowage.weights.safetensors_file import SafetensorsFile
 
-__all__ = ["Read", "save"]
-
 Read = Callable[[str], Tensor]
 """Returns a copy of a parameter or buffer in host memory, given its name."""
 

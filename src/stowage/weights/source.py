@@ -24,13 +24,12 @@ from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.gradients import asked_of
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.offloaded_parameter import OffloadedError, OffloadedParameter
-from stowage.weights.placement import Delivery, Placement
+from stowage.weights.placement import Placement
 from stowage.weights.quantized.modules import is_packed
 from stowage.weights.refusals import guard
 from stowage.weights.repacked import Image
 from stowage.weights.saving import names
-
-__all__ = ["Load", "UncalledError", "WeightSource"]
+from stowage.weights.weight_unit import Delivery
 
 _NO_TRIAL = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from stowage.weights.checkpoint import Checkpoint, Segment, same_bytes
 
-__all__ = ["settle"]
-
 
 def settle(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
     """Take pairs that differ in ``checkpoint`` from what ``model`` ties. Returns those pairs of which it has both, the

@@ -8,8 +8,6 @@ from enum import StrEnum
 
 from stowage.core.geometry import PAGE_BYTES
 
-__all__ = ["PAGE_BYTES", "Delivery", "WeightUnit", "cache_least_bytes", "cache_most_bytes"]
-
 
 class Delivery(StrEnum):
     """How a module gets its parameters.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stowage.engine.request import Completion
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.testing import tiny_models
 from tests.engine.conftest import LOGPROB_BOUND
 

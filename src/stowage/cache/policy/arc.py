@@ -21,8 +21,6 @@ from stowage.cache.policy.history import History, Prints, fingerprints
 from stowage.cache.policy.lru import LRU
 from stowage.core.geometry import IntArray
 
-__all__ = ["ARC"]
-
 _ONCE, _AGAIN = 0, 1
 _OUT: Final = -1
 _NONE: IntArray = np.empty(0, np.int64)

@@ -13,8 +13,6 @@ from typing import Protocol
 
 from stowage.core.geometry import IntArray
 
-__all__ = ["Policy"]
-
 
 class Policy(Protocol):
     """An order over evictable slots. Every method is batched; its cost is linear in the batch, amortised."""

@@ -32,8 +32,6 @@ from stowage.cache.policy.history import History, Prints, fingerprints
 from stowage.cache.policy.runs import HELD, OUT, Run, Runs
 from stowage.core.geometry import BoolArray, IntArray
 
-__all__ = ["PAST", "CostAware"]
-
 _REMEMBERED: Final = 16
 """Keys that are remembered after they left, per slot, ..."""
 _REMEMBERED_MAX: Final = 1 << 20

@@ -27,8 +27,6 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import IntArray
 
-__all__ = ["AGES", "CLASSES", "NEVER", "Floats", "Hazard", "age_bucket", "best_rate", "class_of"]
-
 Floats = NDArray[np.float64]
 
 AGES: Final = 64

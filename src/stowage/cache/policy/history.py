@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from stowage.core.geometry import BoolArray, IntArray
 from stowage.core.key import KEY_BYTES
 
-__all__ = ["History", "Prints", "fingerprints"]
-
 Prints = NDArray[np.uint64]
 
 WAYS: Final = 8

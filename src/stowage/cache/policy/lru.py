@@ -18,8 +18,6 @@ import numpy as np
 
 from stowage.core.geometry import BoolArray, IntArray
 
-__all__ = ["LRU"]
-
 _WINDOW_MIN = 64
 """Ring entries looked at together, at least: fewer would make a step of `victims` cost more than it saves."""
 

@@ -17,9 +17,7 @@ from stowage.cache.policy.cost import CostAware
 from stowage.cache.policy.hazard import Floats
 from stowage.core.geometry import IntArray
 from stowage.native import extension as _native
-from stowage.native import is_built, is_wanted
-
-__all__ = ["NativeCostAware", "cost_aware", "is_built", "quick_rate"]
+from stowage.native import is_wanted
 
 
 def cost_aware(slots: int, capacity: int | None = None) -> CostAware:

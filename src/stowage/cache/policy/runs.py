@@ -22,8 +22,6 @@ import numpy as np
 
 from stowage.core.geometry import IntArray
 
-__all__ = ["HELD", "OUT", "Run", "Runs"]
-
 OUT: Final = -1
 HELD: Final = -2
 _SLACK: Final = 64

@@ -20,8 +20,6 @@ from stowage.cache.policy.history import History, Prints, fingerprints
 from stowage.cache.policy.lru import LRU
 from stowage.core.geometry import BoolArray, IntArray
 
-__all__ = ["S3FIFO"]
-
 _SMALL_SHARE: Final = 0.1
 _USES_MAX: Final = 3
 _USES_TO_STAY: Final = 2

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from stowage.core.table import rows, slots
 from stowage.native import extension as _native
-from stowage.native import is_built, is_wanted
-
-__all__ = ["is_built", "is_wanted", "make_rows", "make_slots"]
+from stowage.native import is_wanted
 
 
 def make_rows(width: int) -> rows.Rows | _native.Rows:

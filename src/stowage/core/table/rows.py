@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 from stowage.core.geometry import IntArray
 from stowage.core.key import KEY_BYTES
 
-__all__ = ["EXTENT", "Rows"]
-
 EXTENT: Final = 64
 """Rows of an extent."""
 _SHARDS: Final = 1024

@@ -13,8 +13,6 @@ import numpy as np
 
 from stowage.core.geometry import IntArray
 
-__all__ = ["Slots"]
-
 _ABSENT: Final = repeat(-1)
 
 

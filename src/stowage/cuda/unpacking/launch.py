@@ -18,8 +18,6 @@ from torch import Tensor
 from stowage.cuda.compiling import errors, is_wanted
 from stowage.errors import reason
 
-__all__ = ["FORMATS", "Unpacking"]
-
 logger = logging.getLogger("stowage.engine")
 _SIDE_BY_SIDE = frozenset(
     "q8_0 q4_0 q4_1 q5_0 q5_1 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4_block mxfp4 int4".split()

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.cache.store import Fetch, TieredStore
+from stowage.cache.events import Fetch
+from stowage.cache.store import TieredStore
 from stowage.core.geometry import Group
 from stowage.models.layout import TENSOR_ALIGNMENT_BYTES
 

@@ -21,8 +21,6 @@ from torch.overrides import TorchFunctionMode
 from stowage.executor.determinism.row_invariance import PRODUCTS
 from stowage.weights.quantized.codes import PackedMatrix
 
-__all__ = ["RowSlices"]
-
 _PRODUCTS = {*PRODUCTS, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.einsum}
 
 

@@ -19,8 +19,6 @@ from stowage.native import extension as _kernel
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.stacks import BlockStack, Run
 
-__all__ = ["Stack", "of_stack", "stacked"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stack:

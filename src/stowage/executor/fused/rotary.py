@@ -14,8 +14,6 @@ from torch import Tensor
 from stowage.executor import kernels
 from stowage.native import extension as _kernel
 
-__all__ = ["NAME", "Rotary", "rotated"]
-
 NAME: Final = "apply_rotary_pos_emb"
 
 

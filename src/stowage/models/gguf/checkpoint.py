@@ -18,8 +18,6 @@ from stowage.models.hub_gguf import goes_with_a_model
 from stowage.weights import gguf
 from stowage.weights.quantized.published import Plan
 
-__all__ = ["Gguf", "file_in", "open_gguf"]
-
 
 @dataclass(frozen=True, slots=True)
 class Gguf:

@@ -20,8 +20,6 @@ from stowage.models.gguf.fields import alike, head_size, layers_of, number, size
 from stowage.models.gguf.refusals import refuse_other_arithmetic, refuse_other_windows
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["config_of", "end_ids", "heads_of"]
-
 _TABLE: Final = {"gemma3_text": "gemma3", "gemma4_text": "gemma4"}
 """Of those that Transformers' tables have under another name. What they do not have is read by that of llama."""
 _MORE: Final[Sequence[tuple[str, str]]] = (

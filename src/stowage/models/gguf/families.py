@@ -15,8 +15,6 @@ from stowage.models.gguf.fields import layers_of, number, sizeless
 from stowage.models.gguf.mixtures import sigmoid_routed
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["FAMILIES", "OWN", "entries_of", "family_of", "unused_in"]
-
 FAMILIES: Final[Mapping[str, str]] = {
     "afmoe": "afmoe",
     "apertus": "apertus",

@@ -7,8 +7,6 @@ from typing import Any
 from stowage.errors import CheckpointError
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["alike", "head_size", "layers_of", "number", "of_layers", "sizeless"]
-
 
 def number(file: GgufFile, key: str) -> int:
     """0: there is none."""

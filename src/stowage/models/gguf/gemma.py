@@ -17,8 +17,6 @@ from stowage.models.gguf.relaid import Made
 from stowage.models.gguf.windows import every_layer, kinds_of
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["altup_layout", "gemma", "gemma3n", "gemma4"]
-
 _SCALED_BY_HEADS: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the one size of each family whose scores are scaled by hidden size / heads, which no field says
 (``llama-model.cpp``: ``LLM_TYPE_27B``)."""

@@ -15,20 +15,6 @@ from stowage.models.gguf.fields import head_size, layers_of, number, of_layers, 
 from stowage.models.gguf.relaid import Layout, Made, Rows
 from stowage.weights.gguf import GgufFile, GgufTensor
 
-__all__ = [
-    "HYBRIDS",
-    "falcon_h1",
-    "granite",
-    "granite_hybrid",
-    "granite_moe",
-    "jamba",
-    "mamba",
-    "mamba2",
-    "mamba_layout",
-    "nemotron_h",
-    "shared_layout",
-]
-
 HYBRIDS: Final = ("falcon-h1", "granitehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "nemotron_h_moe")
 
 

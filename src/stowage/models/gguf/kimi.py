@@ -16,8 +16,6 @@ from stowage.models.gguf.mixtures import refuse_other_sums, sigmoid_routed
 from stowage.models.gguf.relaid import Layout, Made
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["delta_layout", "kimi_linear"]
-
 
 def kimi_linear(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Raises CheckpointError, UnsupportedModelError."""

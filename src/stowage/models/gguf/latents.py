@@ -13,8 +13,6 @@ from stowage.models.gguf.fields import layers_of, number, sizeless
 from stowage.models.gguf.mixtures import SIGMOID, routed, sigmoid_routed
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["deepseek", "deepseek_v2", "glm_dsa", "minicpm3", "mistral4", "scores_by_sigmoid", "unindexed"]
-
 _FLASH_TOKENS: Final = 154880
 _GROUPS: Final = {
     (60, 160): {"n_group": 8, "topk_group": 3},

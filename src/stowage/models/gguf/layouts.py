@@ -21,8 +21,6 @@ from stowage.models.gguf.mixtures import joined_heads
 from stowage.models.gguf.relaid import Layout, Made, Rows, Stated
 from stowage.weights.gguf import GgufTensor
 
-__all__ = ["adds_1", "layout_of", "named"]
-
 _PATH: Final = re.compile(
     r"(?:model|backbone)\.layers\.(\d+)\.(?:self_attn|linear_attn|router|mlp|mamba|mixer|shared_mlp)\.(.+)"
 )

@@ -14,20 +14,6 @@ from stowage.models.gguf.relaid import Layout, Rows
 from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile, GgufTensor
 
-__all__ = [
-    "SIGMOID",
-    "afmoe",
-    "ernie_moe",
-    "exaone_moe",
-    "hunyuan_moe",
-    "joined_heads",
-    "llama4",
-    "mimo2",
-    "refuse_other_sums",
-    "routed",
-    "sigmoid_routed",
-]
-
 SIGMOID: Final = 2
 _LLAMA4_TOKENS: Final = 8192
 """Of a piece that most layers attend within, and of a step of what the others scale queries by."""

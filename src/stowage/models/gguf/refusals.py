@@ -14,8 +14,6 @@ from stowage.models.gguf.mixtures import SIGMOID
 from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["refuse_other_arithmetic", "refuse_other_rotation", "refuse_other_windows"]
-
 _NEVER_READ: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Layout", "Made", "Rows", "Stated"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:

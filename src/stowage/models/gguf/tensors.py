@@ -28,8 +28,6 @@ from stowage.weights.quantized.formats import BLOCKS, Spec, dequantized
 from stowage.weights.quantized.published import Kept, Part, Plan
 from stowage.weights.quantized.stacks import has_transposed_experts
 
-__all__ = ["plan_of", "rope_factors"]
-
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES: Final = {"MXFP4": "mxfp4_block"}
 """Types that are called otherwise here."""

@@ -15,8 +15,6 @@ from typing import Any, Final
 from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["PRES", "tokenizer_of"]
-
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTED: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _REST: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -11,8 +11,6 @@ from typing import Any
 from stowage.models.gguf.fields import layers_of, sizeless
 from stowage.weights.gguf import GgufFile
 
-__all__ = ["cohere", "every_layer", "exaone4", "kinds_of", "mistral"]
-
 
 def kinds_of(file: GgufFile) -> list[str] | None:
     """Of each layer whether it has a window, where a file says it layer by layer, or that each n-th has none. Raises

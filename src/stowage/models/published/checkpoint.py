@@ -26,8 +26,6 @@ from stowage.weights.quantized.formats import Spec, gptq_first
 from stowage.weights.quantized.published import Kept, Part, Plan
 from stowage.weights.quantized.stacks import has_transposed_experts
 
-__all__ = ["dtype_of", "expandable", "finish", "meta_model", "plan_of", "refuse_unsaid", "specs_of"]
-
 _AS_NUMBERS: Final = "kv_b_proj"
 """Of latent attention: its weight itself is computed with at every step, so it is read once."""
 _FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)

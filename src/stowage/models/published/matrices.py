@@ -20,8 +20,6 @@ from stowage.models.published.method import Method
 from stowage.weights.checkpoint import Stored
 from stowage.weights.quantized.formats import Spec, dequantized, gptq_first
 
-__all__ = ["Matrices", "Matrix", "base_of"]
-
 _PLAIN: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _CODES: Final = re.compile(r"(.+)\.(?:weight_packed|qweight)")
 _BESIDE: Final = re.compile(

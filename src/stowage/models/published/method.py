@@ -21,8 +21,6 @@ from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.weights.quantized.formats import Spec
 from stowage.weights.quantized.stacks import has_transposed_experts
 
-__all__ = ["METHODS", "Method", "method_of"]
-
 METHODS: Final = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
 _SECOND: Final = "gptq_v2"
 _OURS: Final = "stowage_pack"

@@ -15,8 +15,6 @@ from typing import Any, Final
 
 from stowage.errors import UnsupportedModelError
 
-__all__ = ["Sources", "sources_of"]
-
 _EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
 _APART: Final = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _PART_OF: Final = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", 0)}

@@ -21,8 +21,6 @@ from stowage.cache.guard import Guarded
 from stowage.log import Trouble
 from stowage.storage.protocol import Inquiry, Outcome, Probe, Tier, Transfer, Waitable
 
-__all__ = ["BlockingTiers"]
-
 Page = NDArray[np.uint8]
 
 _WAIT_S = 0.02

@@ -16,8 +16,6 @@ from stowage.core.key import Field, namespace
 from stowage.models import identity
 from stowage.storage.format import envelope, segment
 
-__all__ = ["FORMAT", "Names", "page_bytes"]
-
 FORMAT = 1
 """How pages are named and laid out; raised whenever the same tokens come to other bytes."""
 KV, MAMBA = "kv", "mamba"

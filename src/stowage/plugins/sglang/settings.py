@@ -9,8 +9,6 @@ from stowage.config.memory import Memory
 from stowage.config.wording import unknown_name
 from stowage.errors import ConfigError
 
-__all__ = ["read"]
-
 OURS = (
     "disk",
     "disk_protection",

@@ -33,8 +33,6 @@ from stowage.plugins.sglang import settings
 from stowage.plugins.sglang.blocking import BlockingTiers
 from stowage.plugins.sglang.names import KV, Names, page_bytes
 
-__all__ = ["StowageStorage"]
-
 CLOSE_TIMEOUT_S = 10.0
 _Answer = TypeVar("_Answer")
 

@@ -18,8 +18,6 @@ from stowage.errors import BudgetError, ConfigError, ModelError, UnsupportedMode
 from stowage.weights.placement import parse_rules
 from stowage.weights.repacked import usual_place
 
-__all__ = ["offload"]
-
 _OF_THE_HUB: Final[Mapping[str, str]] = {
     "subfolder": "download it, and give the directory in it that holds config.json",
     "revision": "give the directory that huggingface_hub.snapshot_download(MODEL, revision=...) returns",

@@ -47,8 +47,6 @@ from stowage.plugins.transformers.transfer import CacheTransfer
 from stowage.plugins.transformers.writing import Writer
 from stowage.storage.protocol import Tier
 
-__all__ = ["PrefixCache"]
-
 FORMAT = 1
 """How chunks are laid out here; raised whenever the same tokens come to other bytes."""
 _NOT_OURS = ("device_memory", "weights", "kv_cache_memory", "max_num_seqs", "max_model_len", "host_memory", "disk")

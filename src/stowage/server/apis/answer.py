@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from stowage import __version__
-from stowage.engine.engine import Completion, Delta
+from stowage.engine.request import Completion, Delta
 from stowage.engine.sampling import TokenLogprob
 from stowage.server.api_errors import ApiError
 from stowage.server.apis.generation_request import GenerationRequest
 from stowage.server.vocabulary import Vocabulary
-
-__all__ = ["Answer", "Event", "OpenAIAnswer", "Scores", "number"]
 
 _LOGPROB_LEAST: Final = -9999.0
 Scores = Sequence[TokenLogprob | None]

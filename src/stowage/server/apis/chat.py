@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stowage.engine.engine import Completion, Delta
 from stowage.engine.prompts import Begin, unasked
+from stowage.engine.request import Completion, Delta
 from stowage.engine.sampling import TokenLogprob
 from stowage.server.api_errors import bad
 from stowage.server.apis.answer import Event, OpenAIAnswer, Scores, number
@@ -16,7 +16,7 @@ from stowage.server.apis.parsed_output import ChoiceParsers, ParsedOutput
 from stowage.server.apis.reader import LOGPROBS_MAX, TOKENS_MOST, Conversation, Reader
 from stowage.server.fields import Fields, parse_object
 from stowage.server.structured import structured_outputs
-from stowage.server.tools.parser import Part
+from stowage.server.tools.incremental_parser import Part
 from stowage.server.tools.request_tools import (
     RequestTools,
     Tool,
@@ -26,8 +26,6 @@ from stowage.server.tools.request_tools import (
     read_tools,
 )
 from stowage.server.vocabulary import Vocabulary
-
-__all__ = ["ChatAnswer", "chat_tools", "read"]
 
 _CHOICES = {"none": "none", "auto": "auto", "required": "required"}
 

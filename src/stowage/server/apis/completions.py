@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from stowage.engine.engine import Completion, Delta
 from stowage.engine.prompts import Begin, unasked
+from stowage.engine.request import Completion, Delta
 from stowage.engine.sampling import TokenLogprob
 from stowage.errors import RequestError
 from stowage.server.api_errors import bad
@@ -18,8 +18,6 @@ from stowage.server.apis.reader import LOGPROBS_MAX, TOKENS_MOST, Reader, check_
 from stowage.server.fields import Fields, parse_object
 from stowage.server.structured import structured_outputs, unusable
 from stowage.server.vocabulary import Vocabulary
-
-__all__ = ["TextAnswer", "read"]
 
 LOGPROB_ENTRIES_MAX: Final = 1 << 18
 """Prompt log-probabilities that one request may ask for: each takes some hundred bytes until it is sent."""

@@ -8,8 +8,6 @@ from stowage.server.api_errors import bad
 from stowage.server.fields import Fields
 from stowage.server.tools.request_tools import parse_arguments
 
-__all__ = ["messages", "texts"]
-
 _ROLES: Final = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 
 

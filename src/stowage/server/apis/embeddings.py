@@ -9,8 +9,6 @@ from stowage.server.api_errors import ApiError, bad
 from stowage.server.apis.reader import Reader
 from stowage.server.fields import Fields, parse_object
 
-__all__ = ["generates", "read"]
-
 
 def generates(model: str) -> ApiError:
     """The error for embeddings of a model that generates text."""

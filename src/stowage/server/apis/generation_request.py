@@ -10,8 +10,6 @@ from stowage.engine.sampling_params import SamplingParams
 from stowage.server.tools.parser import PLAIN, OutputSyntax
 from stowage.server.tools.request_tools import NO_TOOLS, RequestTools
 
-__all__ = ["SEEDS", "GenerationRequest", "Prompt"]
-
 SEEDS: Final = 1 << 63
 
 

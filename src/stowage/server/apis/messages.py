@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stowage.engine.engine import Completion, Delta
 from stowage.engine.prompts import Begin, unasked
+from stowage.engine.request import Completion, Delta
 from stowage.engine.sampling_params import StructuredOutputs
 from stowage.server.api_errors import ApiError, anthropic_body, bad
 from stowage.server.apis.answer import Answer, Event, Scores
@@ -24,8 +24,6 @@ from stowage.server.fields import Fields, parse_object
 from stowage.server.structured import made_of, of_schema
 from stowage.server.tools.request_tools import RequestTools, Tool, checked_tools, read_function, read_tools
 from stowage.server.vocabulary import Vocabulary
-
-__all__ = ["MessageAnswer", "count", "read"]
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 

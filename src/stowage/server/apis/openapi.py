@@ -6,8 +6,6 @@ from typing import Any, Final
 
 from stowage import __version__
 
-__all__ = ["BODIES", "described"]
-
 _TEXT, _WHOLE, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 _FLAG, _OBJECT, _LIST = {"type": "boolean"}, {"type": "object"}, {"type": "array", "items": {}}
 _TEXTS: Final = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}

@@ -9,11 +9,10 @@ import secrets
 import string
 from dataclasses import dataclass, field
 
-from stowage.engine.engine import Completion, Delta
+from stowage.engine.request import Completion, Delta
 from stowage.server.apis.generation_request import GenerationRequest
-from stowage.server.tools.parser import OutputParser, Part
-
-__all__ = ["Call", "ChoiceParsers", "ParsedOutput"]
+from stowage.server.tools.incremental_parser import Part
+from stowage.server.tools.parser import OutputParser
 
 _LETTERS = string.ascii_letters + string.digits
 

@@ -26,8 +26,6 @@ from stowage.server.tools.parser import OutputSyntax
 from stowage.server.tools.request_tools import NO_TOOLS, RequestTools
 from stowage.server.tools.template import ChatTemplate
 
-__all__ = ["TOKENS_MOST", "Conversation", "Reader"]
-
 LOGPROBS_MAX: Final = 20
 _STOPS_MAX: Final = 16
 _STOP_TOKENS_MAX: Final = 64

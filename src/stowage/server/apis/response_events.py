@@ -9,14 +9,12 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stowage.engine.engine import Completion, Delta
+from stowage.engine.request import Completion, Delta
 from stowage.server.api_errors import ApiError
 from stowage.server.apis.answer import Answer, Event, Scores
 from stowage.server.apis.generation_request import GenerationRequest
 from stowage.server.apis.parsed_output import Call, ChoiceParsers, ParsedOutput
 from stowage.server.vocabulary import Vocabulary
-
-__all__ = ["ResponseAnswer"]
 
 _DEFAULTS: Final[dict[str, Any]] = {
     "instructions": None, "max_output_tokens": None, "parallel_tool_calls": True, "temperature": 1.0, "top_p": 1.0,

@@ -27,8 +27,6 @@ from stowage.server.tools.request_tools import (
     read_tools,
 )
 
-__all__ = ["read"]
-
 _CHOICES: Final = {"none": "none", "auto": "auto", "required": "required"}
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXTS: Final = ("input_text", "output_text", "text")

@@ -12,8 +12,6 @@ from stowage.server.apis.reader import Reader
 from stowage.server.fields import Fields, parse_object
 from stowage.server.vocabulary import Vocabulary
 
-__all__ = ["detokenize", "tokenize"]
-
 
 def tokenize(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> dict[str, Any]:
     """A text in `prompt` (or llama-server's `content`), or a conversation in `messages`. Raises ApiError."""

@@ -18,8 +18,6 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["AUTO", "FORMATS", "INDEX", "REASONING", "Tags", "ToolFormat", "of_template"]
-
 AUTO: Final = "auto"
 INDEX: Final = "INDEX"
 """Stands in `ToolFormat.before` for the number of a call."""

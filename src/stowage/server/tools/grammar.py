@@ -26,8 +26,6 @@ from stowage.server.tools.formats import INDEX, Tags, ToolFormat
 from stowage.server.tools.request_tools import RequestTools, Tool
 from stowage.server.tools.tagged import allows_text, fields_of, view
 
-__all__ = ["enforced"]
-
 _TEXT: Final = "/(.|\\n)*/"
 _NO_BRACE: Final = "/([^{ \\n](.|\\n)*)?/"
 _WHITESPACE: Final = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,20}"}}

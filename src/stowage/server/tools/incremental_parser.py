@@ -10,8 +10,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["IncrementalParser", "Kind", "Part", "begun"]
-
 Kind = Literal["content", "reasoning", "call", "arguments"]
 
 

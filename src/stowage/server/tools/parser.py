@@ -17,8 +17,6 @@ from stowage.server.tools.formats import ToolFormat
 from stowage.server.tools.incremental_parser import IncrementalParser, Kind, Part
 from stowage.server.tools.tagged import TaggedCalls
 
-__all__ = ["PLAIN", "OutputParser", "OutputSyntax", "Part"]
-
 THINK_BEGIN: Final = "<think>"
 THINK_END: Final = "</think>"
 _NAME_CHARACTERS: Final = 256

@@ -13,18 +13,6 @@ from typing import Any, Final
 from stowage.server.api_errors import bad
 from stowage.server.fields import Fields
 
-__all__ = [
-    "NO_TOOLS",
-    "TOOLS_MAX",
-    "RequestTools",
-    "Tool",
-    "checked_tools",
-    "parse_arguments",
-    "read_function",
-    "read_tool_choice",
-    "read_tools",
-]
-
 TOOLS_MAX: Final = 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _DESCRIPTION_CHARACTERS: Final = 1 << 16

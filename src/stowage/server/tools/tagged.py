@@ -19,8 +19,6 @@ from stowage.engine.endless_schema import pointed
 from stowage.server.tools.formats import Tags, ToolFormat
 from stowage.server.tools.incremental_parser import IncrementalParser, Part
 
-__all__ = ["TaggedCalls", "allows_text", "fields_of", "view"]
-
 _HEAD_CHARACTERS: Final = 256
 _PARTS_MOST: Final = 16
 """References in a row that are followed, and members of an `allOf` that are looked at."""

@@ -15,8 +15,6 @@ from stowage.server.tools.formats import AUTO, FORMATS, of_template
 from stowage.server.tools.parser import THINK_BEGIN, THINK_END
 from stowage.server.tools.request_tools import RequestTools
 
-__all__ = ["ChatTemplate"]
-
 _TAIL_TOKENS: Final = 8
 _INTRODUCTION: Final = """# Tools
 

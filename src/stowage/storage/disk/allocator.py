@@ -10,6 +10,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Final
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import FormatError
 from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.directory import Directory, Entry, SegmentFile
@@ -17,9 +18,7 @@ from stowage.storage.disk.files import DISK_FULL, in_pages
 from stowage.storage.disk.recovery import State, is_sealed, repair
 from stowage.storage.format import segment
 from stowage.storage.format.protection import Guard, Mark, Protection
-from stowage.storage.format.segment import PAGE_BYTES, SegmentName, pack_segment_header
-
-__all__ = ["LOCK_TIMEOUT_S", "Created", "SegmentAllocator", "metadata_bytes", "segment_bytes_for"]
+from stowage.storage.format.segment import SegmentName, pack_segment_header
 
 LOCK_TIMEOUT_S: Final = 2.0
 SEQUENCE_MAX: Final = (1 << 63) - 1

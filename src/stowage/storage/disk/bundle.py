@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from stowage.storage.disk.read_plan import Plan
 from stowage.storage.protocol import Outcome, Transfer
 
-__all__ = ["Bundle", "Flight", "Share"]
-
 NEAR_S: Final = 0.05
 """Deadlines that differ by no more count as one."""
 

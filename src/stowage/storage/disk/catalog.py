@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import FormatError
+from stowage.native.memory import pages
 from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.directory import Directory
-from stowage.storage.disk.files import pages
 from stowage.storage.disk.index import ROWS_AT_ONCE, Columns, Index
 from stowage.storage.disk.recovery import SegmentScan, State, is_sealed, scan_batches, scan_segment
 from stowage.storage.format import segment
 from stowage.storage.format.protection import Guard, Protection
-from stowage.storage.format.segment import PAGE_BYTES, SegmentHeader, SegmentName
-
-__all__ = ["Catalog", "Segment"]
+from stowage.storage.format.segment import SegmentHeader, SegmentName
 
 
 @dataclass(slots=True)

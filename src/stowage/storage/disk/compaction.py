@@ -8,9 +8,10 @@ from typing import Final
 
 import numpy as np
 
+from stowage.core.geometry import PAGE_BYTES
+from stowage.native.memory import pages
 from stowage.storage.disk.allocator import segment_bytes_for
 from stowage.storage.disk.catalog import Segment
-from stowage.storage.disk.files import pages
 from stowage.storage.disk.index import Found
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX, plan_runs
 from stowage.storage.disk.reader import Reader, Result
@@ -18,9 +19,7 @@ from stowage.storage.disk.shared import Shared
 from stowage.storage.disk.write_queue import Chunks
 from stowage.storage.disk.writer import ActiveSegment
 from stowage.storage.format import segment
-from stowage.storage.format.segment import PAGE_BYTES, Entries, SegmentName
-
-__all__ = ["REWRITE_SHARE", "Compactor"]
+from stowage.storage.format.segment import Entries, SegmentName
 
 REWRITE_SHARE: Final = 4
 """Still-hot chunks of the next victim may take one part in this many of a new segment."""

@@ -20,8 +20,6 @@ from typing import Final
 from stowage.log import Trouble
 from stowage.storage.counters import TierCounters, Words
 
-__all__ = ["Counters"]
-
 NAMES: Final = (
     "reads read_bytes read_calls writes write_bytes corrupt mismatched vanished dropped timed_out refused no_room "
     "enospc read_errors write_errors backed_off direct_fallbacks unknown_codes packed packed_bytes_saved "

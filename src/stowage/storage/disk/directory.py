@@ -21,8 +21,6 @@ from stowage.storage.disk.private import LOCK_NAME
 from stowage.storage.disk.system import System
 from stowage.storage.format.segment import SegmentName
 
-__all__ = ["Directory", "Entry", "SegmentFile"]
-
 LOCK_POLL_S: Final = 0.005
 
 

@@ -16,26 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.native.memory import pages
 from stowage.storage.disk.private import open_private
 from stowage.storage.format.batch import all_begin_on
-from stowage.storage.format.segment import PAGE_BYTES
-
-__all__ = [
-    "CALL_BYTES_MAX",
-    "DISK_FULL",
-    "Descriptors",
-    "FileSystem",
-    "RealDescriptors",
-    "RealFileSystem",
-    "Status",
-    "all_aligned",
-    "in_pages",
-    "is_aligned",
-    "pages",
-    "read_exact",
-    "write_all",
-]
 
 CALL_BYTES_MAX: Final = 4 << 20
 """Bytes per system call."""

@@ -16,10 +16,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.core.table import EXTENT, make_rows
-from stowage.storage.format.segment import PAGE_BYTES, Entries, are_packed
-
-__all__ = ["LENGTH_MAX", "ROWS_AT_ONCE", "Columns", "Found", "Index"]
+from stowage.storage.format.segment import Entries, are_packed
 
 LENGTH_MAX: Final = (1 << 31) - 1
 """Of a payload: 31 bits are kept, and one that says whether it is packed."""

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.errors import DirectoryError
+from stowage.native.memory import pages
 from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.directory import Directory
-from stowage.storage.disk.files import pages
 from stowage.storage.disk.index import Found
 from stowage.storage.disk.private import LOCK_NAME
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX, plan_runs
@@ -24,8 +24,6 @@ from stowage.storage.disk.system import System
 from stowage.storage.format import segment
 from stowage.storage.format.protection import Guard, Method, Protection, SecretKey
 from stowage.storage.format.segment import Entries, SegmentHeader, SegmentName, round_up
-
-__all__ = ["CHUNK_BYTES_MAX", "FILE_BYTES_MAX", "Inspector", "open_existing"]
 
 FILE_BYTES_MAX: Final = 1 << 62
 """The limit belongs to whoever writes; a reader takes files as they are."""

@@ -22,15 +22,13 @@ from typing import Final
 
 import numpy as np
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.core.read_buffers import ReadBuffers, flush_from_caches
 from stowage.storage.disk.bundle import Bundle, Flight, Share
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX, Plan, Run, make_plan
 from stowage.storage.disk.reader import Fetched, Reader, Result
 from stowage.storage.disk.shared import Shared
-from stowage.storage.format.segment import PAGE_BYTES
 from stowage.storage.protocol import Transfer
-
-__all__ = ["Loader", "patience_s"]
 
 QUIET_S: Final = 0.0015
 """A scattered plan begins when no transfer has arrived for this long. Requesting a thousand chunks takes a millisecond,

@@ -17,8 +17,6 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["JUDGED_BYTES", "PROBED_BYTES", "PROBE_BYTES", "Meter", "PackingRates"]
-
 PROBED_BYTES: Final = 1 << 30
 PROBE_BYTES: Final = PROBED_BYTES // 32
 """Of so many bytes that are to be left raw, the last ones are packed."""

@@ -10,8 +10,6 @@ from typing import Final
 
 from stowage.errors import DirectoryError
 
-__all__ = ["LOCK_NAME", "open_private"]
-
 LOCK_NAME: Final = "lock"
 """The file that every cache directory has."""
 

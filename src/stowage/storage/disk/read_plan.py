@@ -16,14 +16,12 @@ from typing import Final
 
 import numpy as np
 
-from stowage.core.geometry import IntArray
+from stowage.core.geometry import PAGE_BYTES, IntArray
 from stowage.storage.disk.files import CALL_BYTES_MAX
 from stowage.storage.disk.index import Found
 from stowage.storage.format.batch import Digests
 from stowage.storage.format.protection import Guard
-from stowage.storage.format.segment import PAGE_BYTES, SegmentName, round_up
-
-__all__ = ["GAP_BYTES_MAX", "RUN_BYTES_MAX", "Plan", "Run", "make_plan", "plan_runs"]
+from stowage.storage.format.segment import SegmentName, round_up
 
 GAP_BYTES_MAX: Final = 64 << 10
 """Neighbours with at most that much between them are read in one go."""

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import FormatError
+from stowage.native.memory import pages
 from stowage.storage.disk.directory import SegmentFile
-from stowage.storage.disk.files import in_pages, pages
+from stowage.storage.disk.files import in_pages
 from stowage.storage.format import segment
 from stowage.storage.format.protection import NO_MARK
-from stowage.storage.format.segment import PAGE_BYTES, Entries, SegmentHeader, SegmentName
-
-__all__ = ["SegmentScan", "State", "is_sealed", "repair", "scan_batches", "scan_segment", "seal"]
+from stowage.storage.format.segment import Entries, SegmentHeader, SegmentName
 
 
 class State(enum.Enum):

@@ -20,9 +20,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import DirectoryError, FormatError
+from stowage.native.memory import pages
 from stowage.storage.disk.directory import Directory, Entry, SegmentFile
-from stowage.storage.disk.files import in_pages, pages
+from stowage.storage.disk.files import in_pages
 from stowage.storage.disk.inspector import FILE_BYTES_MAX, Inspector, open_existing
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX
 from stowage.storage.disk.reader import Result
@@ -31,9 +33,7 @@ from stowage.storage.disk.system import System
 from stowage.storage.format import segment
 from stowage.storage.format.envelope import HEADER_BYTES
 from stowage.storage.format.protection import SecretKey
-from stowage.storage.format.segment import ENTRY_BYTES, PAGE_BYTES, Entries, SegmentName, round_up
-
-__all__ = ["Bad", "Report", "scrub"]
+from stowage.storage.format.segment import ENTRY_BYTES, Entries, SegmentName, round_up
 
 LOCK_TIMEOUT_S: Final = 10.0
 LISTED_MAX: Final = 1000

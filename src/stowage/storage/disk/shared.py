@@ -13,8 +13,6 @@ from stowage.storage.disk.packing_rates import PackingRates
 from stowage.storage.disk.system import System
 from stowage.storage.protocol import Outcome
 
-__all__ = ["Shared"]
-
 
 @dataclass(frozen=True, slots=True)
 class Shared:

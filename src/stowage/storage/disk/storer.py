@@ -19,10 +19,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.core.geometry import PAGE_BYTES
+from stowage.native.memory import pages
 from stowage.storage.disk.allocator import LOCK_TIMEOUT_S, SegmentAllocator, segment_bytes_for
 from stowage.storage.disk.catalog import Segment
 from stowage.storage.disk.compaction import Compactor
-from stowage.storage.disk.files import DISK_FULL, pages
+from stowage.storage.disk.files import DISK_FULL
 from stowage.storage.disk.index import LENGTH_MAX
 from stowage.storage.disk.packing import Packer
 from stowage.storage.disk.shared import Shared
@@ -30,10 +32,8 @@ from stowage.storage.disk.write_pipeline import WritePipeline
 from stowage.storage.disk.write_queue import WriteQueue
 from stowage.storage.disk.writer import STAGING_BYTES, ActiveSegment
 from stowage.storage.format.compression import Compression
-from stowage.storage.format.segment import PAGE_BYTES, Entries
+from stowage.storage.format.segment import Entries
 from stowage.storage.protocol import Outcome, Transfer
-
-__all__ = ["Storer"]
 
 BACK_OFF_S_MIN: Final = 0.1
 BACK_OFF_S_MAX: Final = 30.0

@@ -19,16 +19,6 @@ from typing import Final, Protocol, TypeVar
 from stowage.storage.disk.files import Descriptors, FileSystem, RealDescriptors, RealFileSystem
 from stowage.storage.disk.write_jobs import JobRunner, ParallelJobs
 
-__all__ = [
-    "Ahead",
-    "System",
-    "ThreadWorkerPool",
-    "Turn",
-    "WorkerPool",
-    "one_by_one",
-    "some_at_once",
-]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

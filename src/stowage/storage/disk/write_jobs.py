@@ -23,8 +23,6 @@ from itertools import chain
 from queue import SimpleQueue
 from typing import Final, Generic, Protocol, TypeVar
 
-__all__ = ["COMPUTING", "PACKING", "PAGE", "REQUEST", "Job", "JobRunner", "Kind", "ParallelJobs", "SerialJobs"]
-
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 

@@ -19,7 +19,8 @@ from typing import Final
 
 import numpy as np
 
-from stowage.storage.disk.files import pages
+from stowage.core.geometry import PAGE_BYTES
+from stowage.native.memory import pages
 from stowage.storage.disk.packing import Packing
 from stowage.storage.disk.packing_rates import Meter
 from stowage.storage.disk.write_jobs import COMPUTING, PACKING, PAGE, REQUEST, Job, JobRunner
@@ -27,9 +28,7 @@ from stowage.storage.disk.write_queue import WriteQueue
 from stowage.storage.disk.writer import ActiveSegment, Batch, Page
 from stowage.storage.format import segment
 from stowage.storage.format.batch import Digests, Fields
-from stowage.storage.format.segment import PAGE_BYTES, Entries
-
-__all__ = ["WritePipeline"]
+from stowage.storage.format.segment import Entries
 
 _HOLE: Final = pages(PAGE_BYTES)
 """Placeholder for a batch's header page."""

@@ -21,8 +21,6 @@ from stowage.storage.disk.packing import GROUP_BYTES, Packer, Packing
 from stowage.storage.disk.write_jobs import PACKING
 from stowage.storage.protocol import Transfer
 
-__all__ = ["Chunks", "PendingStore", "WriteQueue"]
-
 GROUPS_AHEAD: Final = PACKING.in_flight
 """Groups of chunks that are being packed, or are packed and not yet taken, at most."""
 

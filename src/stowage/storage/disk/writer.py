@@ -9,16 +9,16 @@ from typing import Final
 
 import numpy as np
 
+from stowage.core.geometry import PAGE_BYTES
+from stowage.native.memory import pages
 from stowage.storage.disk.directory import SegmentFile
-from stowage.storage.disk.files import CALL_BYTES_MAX, all_aligned, is_aligned, pages
+from stowage.storage.disk.files import CALL_BYTES_MAX, all_aligned, is_aligned
 from stowage.storage.disk.recovery import seal
 from stowage.storage.disk.write_queue import Chunks
 from stowage.storage.format import envelope, segment
-from stowage.storage.format.batch import Digests, Fields
+from stowage.storage.format.batch import DIGEST_BYTES, Digests, Fields
 from stowage.storage.format.protection import Cipher, Guard
-from stowage.storage.format.segment import PAGE_BYTES, Entries, SegmentName
-
-__all__ = ["BATCH_BYTES_MAX", "ActiveSegment", "Batch", "Page"]
+from stowage.storage.format.segment import Entries, SegmentName
 
 Encrypt = Callable[[memoryview, memoryview], None]
 
@@ -127,8 +127,8 @@ class ActiveSegment:
     def page(self, batch: Batch, digests: Digests) -> Page:
         """The header page of a batch whose payloads are written."""
         headers = np.empty((len(digests), envelope.HEADER_BYTES), np.uint8)
-        headers[:, : -envelope.DIGEST_BYTES] = batch.fields
-        headers[:, -envelope.DIGEST_BYTES :] = digests.view(np.uint8)
+        headers[:, :-DIGEST_BYTES] = batch.fields
+        headers[:, -DIGEST_BYTES:] = digests.view(np.uint8)
         page = segment.pack_batch_page(self.name.id, batch.offset, headers, batch.lengths)
         entries = segment.batch_entries(headers, batch.offset, batch.lengths)
         memory = self._page_memory.pop() if self._page_memory else pages(PAGE_BYTES)

@@ -18,19 +18,6 @@ from numpy.typing import NDArray
 from stowage.native import extension as _native
 from stowage.native.switches import PURE_PYTHON, is_on
 
-__all__ = [
-    "DIGEST_BYTES",
-    "FIELD_BYTES",
-    "Digests",
-    "Fields",
-    "all_begin_on",
-    "all_begin_on_one_by_one",
-    "digests_of",
-    "digests_one_by_one",
-    "is_built",
-    "is_wanted",
-]
-
 FIELD_BYTES: Final = 112
 """An envelope's header without its digest."""
 DIGEST_BYTES: Final = 16

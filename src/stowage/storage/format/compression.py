@@ -9,8 +9,6 @@ import enum
 
 from stowage.core import lossless
 
-__all__ = ["Compression", "packed_payload"]
-
 
 class Compression(enum.StrEnum):
     """Of chunks at rest, to the bit. AUTO: where compiled code does it and it makes loads no slower. ON: wherever it

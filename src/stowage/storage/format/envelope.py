@@ -15,15 +15,6 @@ import numpy as np
 
 from stowage.storage.format.batch import DIGEST_BYTES, FIELD_BYTES, Fields
 
-__all__ = [
-    "DIGEST_BYTES",
-    "HEADER_BYTES",
-    "PACKED",
-    "VERSION",
-    "pack_fields",
-    "pack_fields_of",
-]
-
 HEADER_BYTES: Final = 128
 VERSION: Final = 1
 PACKED: Final = 0x100

@@ -16,10 +16,9 @@ import numpy as np
 
 from stowage.core import lossless
 from stowage.errors import FormatError
-from stowage.storage.format.envelope import DIGEST_BYTES, HEADER_BYTES, PACKED, pack_fields
+from stowage.storage.format.batch import DIGEST_BYTES
+from stowage.storage.format.envelope import HEADER_BYTES, PACKED, pack_fields
 from stowage.storage.format.protection import NO_MARK, Cipher, Guard, Mark, Method, Protection
-
-__all__ = ["HEAD_BYTES", "VERSION", "Head", "Unreadable", "parse_head", "seal", "sealed_bytes", "unseal"]
 
 VERSION: Final = 1
 MAGIC: Final = b"STOWPCL1"

@@ -25,21 +25,6 @@ from numpy.typing import NDArray
 from stowage.errors import ConfigError
 from stowage.storage.format.batch import DIGEST_BYTES, Digests, Fields, digests_of
 
-__all__ = [
-    "KEY_ID_BYTES",
-    "NO_MARK",
-    "SALT_BYTES",
-    "SECRET_BYTES",
-    "Cipher",
-    "Guard",
-    "Hash",
-    "Mark",
-    "Method",
-    "Protection",
-    "SecretKey",
-    "Stream",
-]
-
 SECRET_BYTES: Final = 32
 KEY_ID_BYTES: Final = 8
 SALT_BYTES: Final = 16

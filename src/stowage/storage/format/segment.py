@@ -20,32 +20,6 @@ from stowage.errors import FormatError
 from stowage.storage.format import envelope
 from stowage.storage.format.protection import NO_MARK, Mark
 
-__all__ = [
-    "BATCH_CHUNKS_MAX",
-    "ENTRIES_MAX",
-    "ENTRY_BYTES",
-    "PAGE_BYTES",
-    "Entries",
-    "Records",
-    "SegmentHeader",
-    "SegmentName",
-    "Trailer",
-    "are_packed",
-    "batch_bytes",
-    "batch_entries",
-    "fitting",
-    "footer_room",
-    "pack_batch_page",
-    "pack_footer",
-    "pack_segment_header",
-    "parse_batch_page",
-    "parse_footer",
-    "parse_segment_header",
-    "parse_trailer",
-    "round_up",
-    "select",
-]
-
 BATCH_CHUNKS_MAX: Final = 31
 ENTRY_BYTES: Final = envelope.HEADER_BYTES + 8
 ENTRIES_MAX: Final = 1 << 20

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-__all__ = ["Answer", "Backend", "Bounds", "Cause", "Failure"]
-
 
 class Cause(enum.Enum):
     """NETWORK: no answer, or one of trouble; asked again while there is time. FULL: the store takes nothing more.

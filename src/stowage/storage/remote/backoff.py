@@ -12,8 +12,6 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["PAUSE_S_MAX", "PAUSE_S_MIN", "Backoff"]
-
 PAUSE_S_MIN: Final = 0.1
 PAUSE_S_MAX: Final = 5.0
 

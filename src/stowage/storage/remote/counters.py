@@ -19,8 +19,6 @@ from typing import Final
 from stowage.log import Trouble
 from stowage.storage.counters import TierCounters, Words
 
-__all__ = ["Counters"]
-
 NAMES: Final = (
     "reads read_bytes read_calls writes write_bytes write_calls already_there vanished corrupt unreadable read_errors "
     "dropped timed_out backed_off refused no_room write_errors packed packed_bytes_saved probes probe_keys "

@@ -22,8 +22,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
-__all__ = ["Worker"]
-
 _LAST_WORDS_S: Final = 1.0
 _LETTING_GO_S: Final = 0.1
 """A library's thread that has answered lets go of Python within this time."""

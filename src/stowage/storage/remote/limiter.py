@@ -7,8 +7,6 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
-__all__ = ["Limiter"]
-
 
 class Limiter:
     """At most `count_max` at once, and `bytes_max` bytes, except that one may always be through."""

@@ -21,8 +21,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["KEYS_MAX", "Presence"]
-
 KEYS_MAX: Final = 1 << 18
 """About 200 bytes each."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final
 
-__all__ = ["NAMES_MAX", "Quota"]
-
 NAMES_MAX: Final = 1 << 20
 """Beyond that the oldest go too, since what is not remembered cannot be removed. About 300 bytes each."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-__all__ = ["ReplyBounds", "Scanned", "bounded"]
-
 BULK_BYTES_MAX: Final = 512 << 20
 """The most that servers themselves take, unless told otherwise."""
 ELEMENTS_MAX: Final = 1 << 20

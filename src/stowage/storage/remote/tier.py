@@ -29,8 +29,6 @@ from stowage.storage.remote.event_loop import Worker
 from stowage.storage.remote.presence import Presence
 from stowage.storage.remote.transfers import Flight, Identity, RemoteTransfers
 
-__all__ = ["RemoteTier"]
-
 TRANSFER_S_MAX: Final = 60.0
 """A transfer ends by then even if its deadline is later."""
 PROBE_S_MAX: Final = 2.0

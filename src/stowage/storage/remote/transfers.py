@@ -30,8 +30,6 @@ from stowage.storage.remote.counters import Counters
 from stowage.storage.remote.limiter import Limiter
 from stowage.storage.remote.presence import Presence
 
-__all__ = ["Flight", "RemoteTransfers"]
-
 TRIES_MAX: Final = 4
 RETRY_S: Final = 0.05
 """The longest pause before the first retry, doubled for each further one."""

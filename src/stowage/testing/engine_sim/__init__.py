@@ -4,6 +4,7 @@ python -m stowage.testing.sim --engine --seeds 100000
 python -m stowage.testing.sim --engine --first 4711 --seeds 1     # one world again
 """
 
-from stowage.testing.engine_sim.world import FAULTS, HAPPENINGS, one_thread, simulate
+from stowage.testing.engine_sim.profile import FAULTS
+from stowage.testing.engine_sim.world import HAPPENINGS, one_thread, simulate
 
 __all__ = ["FAULTS", "HAPPENINGS", "one_thread", "simulate"]

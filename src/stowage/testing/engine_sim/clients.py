@@ -12,15 +12,13 @@ from collections import Counter
 from typing import Any, Final
 
 from stowage.engine.request import Completion, Delta, Request
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import BudgetError, RequestError, StowageError
 from stowage.testing.engine_sim.engine import PlayedEngine
 from stowage.testing.engine_sim.model import DRAWN_MAX, RAISES, SAYS_NAN, Answer, answer, prompt_logprobs
 from stowage.testing.engine_sim.profile import EngineFaults
 from stowage.testing.sim.content import Violation
 from stowage.testing.sim.loop import Loop
-
-__all__ = ["Client", "Documents"]
 
 TOLD_S: Final = 900.0
 """Far more than any request takes, with every tier hanging."""

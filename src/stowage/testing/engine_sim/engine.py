@@ -30,8 +30,6 @@ from stowage.testing.engine_sim.profile import EngineFaults
 from stowage.testing.engine_sim.tier import PlayedCopies, PlayedTier, SharedTier, Shelf
 from stowage.testing.sim.loop import Process, SimSignal
 
-__all__ = ["Machine", "PlayedEngine"]
-
 KINDS: Final = (
     (Kind.FULL,),
     (Kind.FULL,),

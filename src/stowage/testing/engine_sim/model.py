@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.core.geometry import Kind
-from stowage.engine.sampling import Sampler, SamplingParams, TokenLogprob, logprobs_of
+from stowage.engine.sampling import Sampler, TokenLogprob, logprobs_of
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import StorageError
 from stowage.executor.batch import Work
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
@@ -24,8 +25,6 @@ from stowage.models.layout import TENSOR_ALIGNMENT_BYTES, visible
 from stowage.testing.engine_sim.profile import EngineFaults
 from stowage.testing.sim.content import Violation
 from stowage.testing.sim.loop import Loop
-
-__all__ = ["EOS", "RAISES", "ROW", "SAYS_NAN", "VOCAB", "Answer", "PlayedModel", "PlayedTokenizer", "answer"]
 
 VOCAB: Final = 32
 EOS: Final = 0

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 from stowage.testing.sim.loop import Loop, Process, Task
 
-__all__ = ["EngineLoop", "PlayedThreads"]
-
 GIVES_WAY: Final = 0.1
 SOON_S: Final = 1e-4
 

@@ -8,8 +8,6 @@ from typing import ClassVar, Final
 
 from stowage.testing.sim.fault_profile import FaultProfile
 
-__all__ = ["FAULTS", "EngineFaults"]
-
 FAULTS: Final = (
     "undelivered",
     "hiccup",

@@ -21,8 +21,6 @@ from stowage.testing.engine_sim.profile import EngineFaults
 from stowage.testing.sim.loop import Process
 from stowage.transfer.cpu import CpuTransfer
 
-__all__ = ["PlayedCopies", "PlayedTier", "SharedTier", "Shelf"]
-
 JUNK_BYTE: Final = 0xA5
 QUICK_S, SLOW_S, COPIES_S = 0.02, 30.0, (0.001, 0.02, 0.2)
 

@@ -23,12 +23,10 @@ from stowage.errors import BudgetError
 from stowage.testing.engine_sim.clients import Client, Documents
 from stowage.testing.engine_sim.engine import Machine, PlayedEngine
 from stowage.testing.engine_sim.played import EngineLoop
-from stowage.testing.engine_sim.profile import FAULTS, EngineFaults
+from stowage.testing.engine_sim.profile import EngineFaults
 from stowage.testing.sim.content import Violation
 from stowage.testing.sim.loop import Process
 from stowage.testing.sim.world import Failure, Result
-
-__all__ = ["FAULTS", "HAPPENINGS", "World", "simulate"]
 
 STEPS_MAX: Final = 200_000
 CHECK_EVERY: Final = 5

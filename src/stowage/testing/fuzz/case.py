@@ -17,12 +17,10 @@ from typing import Any
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
-from stowage.engine.sampling import SamplingParams
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import StowageError
 from stowage.evaluation import same_model
 from stowage.testing import tiny_models
-
-__all__ = ["Case", "Mismatch", "Outcome", "draw", "run"]
 
 CONTEXT_TOKENS = 1024
 PROMPT_TOKENS_MAX = 300

@@ -14,7 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from stowage.cache.store import Fetch, TieredStore
+from stowage.cache.events import Fetch
+from stowage.cache.store import TieredStore
 from stowage.core.copy_plan import Incomplete, load_plan, store_plan
 from stowage.core.geometry import NULL_BLOCK, Geometry, IntArray, Kind
 from stowage.core.groups import GroupStrategy, strategy
@@ -23,8 +24,6 @@ from stowage.core.reuse import longest_boundary
 from stowage.errors import TransferError
 from stowage.testing.sim.content import Device, Violation, block_bytes
 from stowage.testing.sim.loop import Loop
-
-__all__ = ["Client", "Prompts"]
 
 POLL_S_MAX: Final = 0.02
 """The engine looks at its requests at least this often."""

@@ -18,8 +18,6 @@ from stowage.core.geometry import Geometry, Group, Kind, SlabClass
 from stowage.errors import TransferError
 from stowage.testing.sim.fault_profile import FaultProfile
 
-__all__ = ["Device", "Violation", "block_bytes", "draw_geometry"]
-
 CACHED_MAX: Final = 1 << 16
 _known: dict[tuple[bytes, int, int], bytes] = {}
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.disk.allocator import metadata_bytes
-from stowage.storage.format.segment import PAGE_BYTES, round_up
+from stowage.storage.format.segment import round_up
 from stowage.testing.sim.fault_profile import FaultProfile
 from stowage.testing.sim.loop import Loop
-
-__all__ = ["Handle", "Inode", "SimDisk"]
 
 SECTOR_BYTES: Final = 512
 WRITE_BACK_S: Final = 5.0

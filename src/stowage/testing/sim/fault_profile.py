@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Self
 
-__all__ = ["FAULTS", "FaultProfile"]
-
 FAULTS: Final = (
     "read_eio",
     "read_short",

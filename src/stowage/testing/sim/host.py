@@ -24,8 +24,6 @@ from stowage.testing.sim.files import SimFiles
 from stowage.testing.sim.job_runner import SimJobRunner
 from stowage.testing.sim.loop import Loop, Process, SimSignal, SimWorkerPool
 
-__all__ = ["Host", "Shape"]
-
 DEVICE_ROWS: Final = 512
 SETTLE_S: Final = 30.0
 """Within this time the tier reports its next transfer, counted from when its disk last let go of an operation."""

@@ -11,8 +11,6 @@ from typing import Generic, TypeVar
 from stowage.storage.disk.write_jobs import Job, Kind, SerialJobs
 from stowage.testing.sim.loop import Process, Task
 
-__all__ = ["SimJobRunner"]
-
 R = TypeVar("R")
 
 

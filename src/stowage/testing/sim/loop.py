@@ -27,8 +27,6 @@ try:
 except ImportError as error:  # an extra: only simulations need it
     raise ImportError("The simulator needs greenlet: pip install 'stowage[testing]'") from error
 
-__all__ = ["Loop", "Process", "SimSignal", "SimWorkerPool", "Task"]
-
 TRACE_LINES: int = 400
 
 

@@ -15,8 +15,6 @@ from typing import Final
 from stowage.testing.sim.fault_profile import FAULTS
 from stowage.testing.sim.world import Failure, Result, simulate
 
-__all__ = ["Report", "quiet", "report_of", "run"]
-
 SEEDS_AT_ONCE: Final = 20
 BRANCHES: Final = """
     hits.host hits.disk joined promoted load_failures spills spill_failures spills_dropped evictions stores_without_room

@@ -17,19 +17,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from stowage.cache.policy import POLICIES
-from stowage.core.geometry import round_up
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.storage.disk import least_limit_bytes
 from stowage.storage.disk.allocator import segment_bytes_for
 from stowage.storage.format.protection import SECRET_BYTES, Method, Protection, SecretKey
-from stowage.storage.format.segment import PAGE_BYTES
 from stowage.testing.sim.client import Prompts
 from stowage.testing.sim.content import Violation, draw_geometry
 from stowage.testing.sim.disk import SimDisk
 from stowage.testing.sim.fault_profile import FaultProfile
 from stowage.testing.sim.host import Host, Shape
 from stowage.testing.sim.loop import Loop
-
-__all__ = ["Failure", "Result", "simulate"]
 
 STEPS_MAX: Final = 200_000
 CHECK_EVERY: Final = 211

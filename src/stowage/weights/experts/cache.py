@@ -16,14 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import UnsupportedModelError
-from stowage.weights.checkpoint import PAGE_BYTES
 from stowage.weights.experts.memory_pages import Frames, Span
 from stowage.weights.experts.table import ExpertTable
 from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.reader import Read, Readers
-
-__all__ = ["ExpertCache", "Stacks", "chosen"]
 
 
 def chosen(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

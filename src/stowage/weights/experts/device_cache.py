@@ -32,8 +32,6 @@ from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.placement import EXPERT_STAGES
 from stowage.weights.reader import Readers, Ticket
 
-__all__ = ["DeviceExperts", "Seated"]
-
 _ALIGNED_BYTES = 64
 _LIKELY: Final = 0.5
 """An expert is copied before it is chosen when more than this share of recent tokens chose it: at least one of two

@@ -13,8 +13,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Uses"]
-
 LEARNED_SHARE: Final = 0.02
 """Weight of one token in the average. On held-out text a small trained mixture (8 layers, 64 experts, 4 chosen) found
 26, 45 and 75 % of its choices in a cache of an eighth, a quarter and a half of them; with LRU 16, 33 and 67 %, with 0.1

@@ -14,10 +14,8 @@ from typing import Final
 
 import numpy as np
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import StorageError
-from stowage.weights.checkpoint import PAGE_BYTES
-
-__all__ = ["Frames", "Span", "mappings_most", "supported"]
 
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000

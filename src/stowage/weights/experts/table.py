@@ -18,8 +18,6 @@ from stowage.errors import ModelError
 from stowage.weights.experts.eviction import Uses
 from stowage.weights.reader import Read, Readers, Stall, Ticket
 
-__all__ = ["ExpertTable"]
-
 
 class ExpertTable(ABC):
     """``experts``: of each layer, in the order in which they are computed. All ``frames`` are empty at first.

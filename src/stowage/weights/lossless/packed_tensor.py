@@ -22,8 +22,6 @@ from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import FormatError
 from stowage.weights.file import File
 
-__all__ = ["ALIGNED_BYTES", "FRAME_BYTES", "ITEM_BYTES", "METADATA", "PackedTensor"]
-
 METADATA: Final = "stowage-lossless"
 FRAME_BYTES: Final = 128 << 10
 ALIGNED_BYTES: Final = 64

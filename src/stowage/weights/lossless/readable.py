@@ -15,8 +15,6 @@ from stowage.weights.checkpoint import Checkpoint, Segment
 from stowage.weights.lossless.packed_tensor import ALIGNED_BYTES, ITEM_BYTES, PackedTensor
 from stowage.weights.parameter_location import memory_of
 
-__all__ = ["readable"]
-
 _TORCH: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _one_at_a_time = threading.RLock()
 """What is shown goes through a name of Transformers' own, which all threads have."""

@@ -21,8 +21,6 @@ from stowage.weights.file import File
 from stowage.weights.lossless.packed_tensor import ALIGNED_BYTES, FRAME_BYTES, ITEM_BYTES, METADATA
 from stowage.weights.safetensors_file import SafetensorsFile
 
-__all__ = ["Written", "write"]
-
 _LEAST_BYTES: Final = 64 << 10
 """Smaller tensors, norms and biases, stay as they are."""
 _THREADS: Final = 4

@@ -19,20 +19,6 @@ from torch import Tensor, nn
 from stowage.weights.quantized.codes import PackedMatrix
 from stowage.weights.quantized.formats import OUTPUTS_TOGETHER, Spec, dequantized, outputs_of, unpacks_at_once
 
-__all__ = [
-    "BlockLinear",
-    "BlockMatrix",
-    "BlockRows",
-    "deinterleave_heads",
-    "joined",
-    "parameter_names",
-    "parts_of",
-    "put_linear",
-    "put_matrix",
-    "register",
-    "unpacking_bytes",
-]
-
 _TILE_ELEMENTS: Final = 1 << 19
 _TILE_ELEMENTS_AT_ONCE: Final = 1 << 26
 """Where dequantizing needs no memory besides its result: 128 MiB of bfloat16, so that all but some output layers are

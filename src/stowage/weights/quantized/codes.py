@@ -23,14 +23,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError
-from stowage.weights.checkpoint import PAGE_BYTES
 from stowage.weights.quantized.encoding import ENCODED, encoded
 from stowage.weights.quantized.fitting import Codes, Inputs, fit
 from stowage.weights.quantized.formats import Spec
 from stowage.weights.quantized.grids import GRIDS
-
-__all__ = ["FORMS", "GROUPS", "Form", "PackedMatrix", "form_of", "workspace_bytes"]
 
 GROUPS: Final = (32, 64, 128)
 FORMS: Final = ("int8", *(f"int4_{group}" for group in GROUPS), *ENCODED)

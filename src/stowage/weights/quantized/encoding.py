@@ -10,8 +10,6 @@ from torch import Tensor
 
 from stowage.weights.quantized.fitting import Codes
 
-__all__ = ["ENCODED", "encoded"]
-
 _BLOCK: Final = 32
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from stowage.weights.quantized.grids import Grid, Scales
 
-__all__ = ["INPUTS_TOGETHER", "Codes", "Inputs", "errors", "fit"]
-
 INPUTS_TOGETHER: Final = 2048
 """Inputs that make up for each other's errors. All would take memory and time by the square of their number."""
 _DAMPED: Final = 0.01

@@ -38,23 +38,6 @@ from stowage.errors import CheckpointError
 from stowage.weights.quantized.ggml_blocks import IN_BLOCKS, fp4, power_of
 from stowage.weights.quantized.i_quants import I_QUANTS
 
-__all__ = [
-    "BLOCKS",
-    "FORMATS",
-    "OUTPUTS_TOGETHER",
-    "PLAIN",
-    "BlockFormat",
-    "Spec",
-    "Unpacker",
-    "dequantized",
-    "dequantized_by_torch",
-    "first_outputs",
-    "gptq_first",
-    "outputs_of",
-    "unpack_with",
-    "unpacks_at_once",
-]
-
 _SUPER: Final = 256
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output 8 j + i of AWQ is in the nibble of this number, counted from the lowest bits."""

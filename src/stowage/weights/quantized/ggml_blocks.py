@@ -16,8 +16,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["IN_BLOCKS", "fp4", "power_of"]
-
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _NOT_LINEAR: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the codes of IQ4 mean."""

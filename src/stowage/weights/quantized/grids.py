@@ -16,8 +16,6 @@ from torch import Tensor
 
 from stowage.errors import CheckpointError
 
-__all__ = ["GRIDS", "Grid", "Scales"]
-
 _SHRUNK: Final = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Shares of a group's range that are tried: the codes with the least squared error are kept."""
 _FITTED: Final = 3

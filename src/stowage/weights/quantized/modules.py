@@ -18,29 +18,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError
-from stowage.weights.checkpoint import PAGE_BYTES
 from stowage.weights.quantized import quantizer
 from stowage.weights.quantized.blocks import put_linear
 from stowage.weights.quantized.codes import FORMS, Form, PackedMatrix, form_of
 from stowage.weights.quantized.fitting import Inputs
 from stowage.weights.quantized.stacks import Stacking, put_stacks
-
-__all__ = [
-    "FILE",
-    "METHOD",
-    "VARIANT",
-    "VERSION",
-    "Target",
-    "forms_in",
-    "has_packed_experts",
-    "is_packed",
-    "marked",
-    "packed_forms",
-    "register",
-    "replace",
-    "targets",
-]
 
 METHOD: Final = "stowage_pack"
 """``quant_method`` in the ``quantization_config`` of config.json."""

@@ -27,8 +27,6 @@ from stowage.weights.quantized.formats import Spec, dequantized
 from stowage.weights.quantized.stacks import Stacking, put_stacks
 from stowage.weights.resident import ResidentMemory
 
-__all__ = ["METHOD", "Kept", "Part", "Plan", "computes_in", "fill", "mark"]
-
 METHOD: Final = "stowage_published"
 """What ``quantization_config`` calls it, while such a model is built."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["register"]
-
 _Before = Callable[[Any, Any, torch.dtype, Sequence[str]], Any]
 
 

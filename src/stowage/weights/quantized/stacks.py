@@ -24,23 +24,6 @@ from stowage.weights.quantized.blocks import BlockMatrix, BlockRows, parameter_n
 from stowage.weights.quantized.codes import PackedMatrix
 from stowage.weights.quantized.formats import Spec
 
-__all__ = [
-    "DOWN",
-    "BlockStack",
-    "Run",
-    "Stacking",
-    "computes_one_by_one",
-    "has_grouped_products",
-    "has_transposed_experts",
-    "multiply_experts",
-    "one_by_one",
-    "projected",
-    "put_stacks",
-    "stacked_linear",
-    "up_projection",
-    "weight_of",
-]
-
 DOWN: Final = "down_proj"
 """The stack of the experts' last matrices."""
 Run = tuple[int, int, int]

@@ -16,15 +16,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError, StorageError, UnsupportedModelError
 from stowage.weights.building import Building
-from stowage.weights.checkpoint import PAGE_BYTES, Checkpoint
+from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.quantized.codes import Form
 from stowage.weights.quantized.modules import METHOD, Target, targets
 from stowage.weights.safetensors_file import SafetensorsFile
 from stowage.weights.tied import settle
-
-__all__ = ["Written", "write"]
 
 _ALIGNED_BYTES: Final = 64
 _WAITS_BELOW_BYTES: Final = 64 << 10
