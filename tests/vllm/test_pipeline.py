@@ -60,7 +60,8 @@ def test_every_rank_gets_its_own_bytes_back(kinds: str, run: Run) -> None:
 
 
 def comes_back(directory: Path, kinds: str) -> None:
-    from tests.vllm.pipeline import RANKS, Engine
+    from tests.vllm.pipeline import Engine
+    from tests.vllm.ranks import RANKS
 
     engine = Engine(directory, KINDS[kinds])
     tokens = prompt(400)
