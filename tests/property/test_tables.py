@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stowage.core.table import native, rows, slots
+from stowage.core.table import rows, slots
 from stowage.core.table.rows import EXTENT
-from stowage.native import is_built
+from stowage.native import extension, is_built
 
 WIDTH = 16
 KEYS = [number.to_bytes(32, "little") for number in range(300)]
@@ -27,7 +27,7 @@ SIZES = ((12, 20), (3, 20), (1, 20), (1, 3), (2, 0))
 
 def kernels(name: str) -> list[Any]:
     """The ways to make a table in C."""
-    kernel = getattr(native._native, name, None)
+    kernel = getattr(extension, name, None)
 
     def made_with(bits: int, depth: int) -> Callable[[int], Any]:
         return lambda size: kernel(size, bucket_bits=bits, depth_max=depth)

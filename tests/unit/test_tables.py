@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stowage.core.table import is_built, make_rows, make_slots, native, rows, slots
+from stowage.core.table import make_rows, make_slots, rows, slots
 from stowage.core.table.rows import EXTENT
+from stowage.native import extension, is_built
 from tests.flow_setup import keys
 
 built = pytest.mark.skipif(not is_built(), reason="the kernel was not built: no C compiler when it was installed")
 BOTH = ["Python", pytest.param("C", marks=built)]
 MODULES: dict[str, Any] = {"Python": (rows.Rows, slots.Slots)}
 if is_built():
-    MODULES["C"] = (native._native.Rows, native._native.Slots)
+    MODULES["C"] = (extension.Rows, extension.Slots)
 
 
 def joined(names: list[bytes]) -> np.ndarray:
@@ -154,7 +155,7 @@ def test_keys_with_one_print_are_told_apart() -> None:
 @built
 def test_others_run_during_a_large_batch_and_are_kept_out() -> None:
     """Without their owner's lock they are told so; nothing is damaged."""
-    table = native._native.Rows(8)
+    table = extension.Rows(8)
     done, told = threading.Event(), threading.Event()
     odd: list[object] = []
 
@@ -183,7 +184,7 @@ def test_others_run_during_a_large_batch_and_are_kept_out() -> None:
 
 @built
 def test_rows_and_slots_are_made_of_sizes_in_range() -> None:
-    kernel = native._native
+    kernel = extension
     for width in (-8, 0, 12, 1 << 20):
         with pytest.raises(ValueError, match="width"):
             kernel.Rows(width)
@@ -244,7 +245,7 @@ def test_slots_are_found_however_they_lie(kind: str, lie: list[int], asked: list
 
 @built
 def test_slots_that_are_not_there_or_not_free_are_refused() -> None:
-    table = native._native.Slots(4)
+    table = extension.Slots(4)
     table.set(keys(1, 2), np.array([0, 3]))
     for slot in (-1, 4, 1 << 40):
         with pytest.raises(IndexError):

@@ -122,6 +122,6 @@ def test_a_stored_tensor_is_read_without_the_header_of_its_file(
     def again(*_: object) -> None:
         raise AssertionError("the header is read again")
 
-    monkeypatch.setattr(checkpoint, "_header", again)
+    monkeypatch.setattr(checkpoint, "safetensors_header", again)
     assert all(torch.equal(one.read(), values[one.name]) for one in stored)
     assert len(stored) == len(values)

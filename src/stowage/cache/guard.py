@@ -100,7 +100,8 @@ class Guarded:
         except _RAISED as error:
             if counts:
                 self._failed()
-            self._report(method, _describe_error(error))
+            said = traceback.format_exception_only(error)[-1].strip()[:_SHOWN_CHARACTERS]  # which never raises
+            self._report(method, said)
 
     def _fitting(self, outcome: Outcome) -> Outcome | None:
         if not isinstance(outcome, Outcome) or not isinstance(outcome.id, int):
@@ -130,10 +131,6 @@ def _revoke(lent: list[memoryview]) -> bool:
         except BufferError:
             return False
     return True
-
-
-def _describe_error(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()[:_SHOWN_CHARACTERS]  # which never raises
 
 
 def _describe_type(value: object) -> str:

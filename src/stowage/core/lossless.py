@@ -84,11 +84,8 @@ def unpack(packed: memoryview, buffer: memoryview) -> None:
     Raises FormatError (UnknownCode) where `packed` is not the packed form of a payload of that length; the buffer's
     content is undefined then. No input makes it read or write outside of its arguments.
     """
-    _raise_unless_whole(_unpack(packed, buffer), buffer.nbytes)
-
-
-def _unpack(packed: memoryview, buffer: memoryview) -> int:
-    return _native.unpack_floats(packed, buffer) if is_wanted() else lossless_blocks.unpack(bytes(packed), buffer)
+    state = _native.unpack_floats(packed, buffer) if is_wanted() else lossless_blocks.unpack(bytes(packed), buffer)
+    _raise_unless_whole(state, buffer.nbytes)
 
 
 def unpack_frames(packed: memoryview, lengths: NDArray[np.int64], frame_bytes: int, buffer: memoryview) -> None:

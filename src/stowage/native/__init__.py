@@ -1,7 +1,7 @@
 """All compiled code: one optional extension, and whether it is there. Beside it, memory in huge pages.
 
     policy/       the inner loops of the default eviction policy     cache.policy.native
-    tables/       keys to slots, and keys to rows                    core.table.native
+    tables/       keys to slots, and keys to rows                    core.table
     checksums.c   checksums of many payloads in one call             storage.format.batch
     lossless/     floating-point numbers in fewer bytes              core.lossless
     copies.c      many runs of bytes between two memories            transfer.cpu

@@ -1,7 +1,6 @@
 """Exact sizes of a checkpoint from the headers of its safetensors files; no tensor is read.
 
-Owns the parsing of headers (an 8-byte little-endian length, then that much JSON) and of tensor names: which layer a
-tensor belongs to, and whether it is an expert's. Every length is checked before memory is allocated for it.
+Owns what tensor names mean: which layer a tensor belongs to, and whether it is an expert's.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from stowage.planner.shapes import (
     Layer,
     Model,
 )
+from stowage.weights.file import safetensors_header
 
 if TYPE_CHECKING:
     from stowage.weights.quantized.formats import Spec
     from stowage.weights.quantized.published import Plan
 
-HEADER_BYTES_MAX = 100_000_000
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FLOATS = {entry: ITEM_BYTES[name] for entry, name in _NAMES.items()}
 _OTHERS = {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F4": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -90,14 +89,11 @@ def read_header(path: Path) -> list[Tensor]:
     """The tensors of one file. Raises ``CheckpointError`` for one that is cut short or no safetensors file."""
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(HEADER_BYTES_MAX, size - 8):
-                raise ValueError(f"its header is said to take {length} bytes")
-            entries = json.loads(file.read(length))
+            entries, data_at = safetensors_header(file.fileno())
+            data_bytes = os.fstat(file.fileno()).st_size - data_at
         metadata = entries.pop("__metadata__", None) or {}
         packed, lossless = (json.loads(metadata.get(name, "{}")) for name in (PACKED, LOSSLESS))
-        found = [_tensor(name, entry, size - 8 - length, packed.get(name, 0)) for name, entry in entries.items()]
+        found = [_tensor(name, entry, data_bytes, packed.get(name, 0)) for name, entry in entries.items()]
         return [_unpacked(tensor, lossless[tensor.name]) if tensor.name in lossless else tensor for tensor in found]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no whole safetensors file ({error}); download it again.") from error

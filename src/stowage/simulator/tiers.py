@@ -18,7 +18,7 @@ import numpy as np
 
 from stowage.cache.events import StartLoad, StartStore
 from stowage.core.geometry import BoolArray, MaskArray
-from stowage.core.table.native import make_rows
+from stowage.core.table import make_rows
 from stowage.simulator.scenario import Link
 
 TRANSFERS_MAX: Final = 64

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +88,7 @@ def read_trace(path: Path, block_tokens: int, limit: int = 0, progress: Progress
                 if len(tokens) == limit:
                     break
                 if number % _LINES_PER_REPORT == 0:
-                    progress(_position(file), total_bytes)
+                    progress(file.tell(), total_bytes)
     except OSError as error:
         raise ConfigError(
             f"The trace {path} cannot be read: {error.strerror}. Give a file of lines. {_EXAMPLE}"
@@ -97,10 +97,6 @@ def read_trace(path: Path, block_tokens: int, limit: int = 0, progress: Progress
         raise ConfigError(f"The trace {path} has no prompts. {_EXAMPLE}")
     progress(total_bytes, total_bytes)
     return _in_order(block_tokens, times, tokens, output_tokens, blocks, first)
-
-
-def _position(file: BinaryIO) -> int:
-    return file.tell()
 
 
 def _prompt(line: bytes, number: int, path: Path, block_tokens: int) -> tuple[float, int, int, list[Any]]:

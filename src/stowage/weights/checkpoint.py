@@ -1,7 +1,6 @@
 """A checkpoint's open files: the location of each tensor, without reading one.
 
-Owns the file descriptors. Losslessly packed tensors (``lossless``) are files of their own here. Format: an unsigned
-64-bit little-endian length, that many bytes of JSON, then the tensors (https://github.com/huggingface/safetensors).
+Owns the file descriptors. Losslessly packed tensors (``lossless``) are files of their own here.
 """
 
 from __future__ import annotations
@@ -14,17 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from stowage.errors import CheckpointError
-from stowage.weights.file import File
+from stowage.weights.file import File, safetensors_header
 from stowage.weights.gguf import MAGIC
 from stowage.weights.lossless.packed_tensor import METADATA, PackedTensor
 
-_HEADER_BYTES_MAX: Final = 100 << 20
 _COMPARED_BYTES: Final = 4 << 20
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BOOL": torch.bool,
@@ -194,7 +192,7 @@ def stored_in(path: Path) -> list[Stored]:
     """
     file, found = File.open(path), list[Stored]()
     try:
-        header, begin = _header(file)
+        header, begin = safetensors_header(file.fd)
         if METADATA in (header.get("__metadata__") or {}):
             raise CheckpointError(f"{path} has tensors that lie packed, so none is computed from as it lies.")
         for name, entry in header.items():
@@ -215,20 +213,12 @@ def stored_in(path: Path) -> list[Stored]:
     return found
 
 
-def _header(file: File) -> tuple[dict[str, Any], int]:
-    """The header, and the offset at which the tensors begin. Raises ValueError."""
-    length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
-    if not 2 <= length <= min(_HEADER_BYTES_MAX, file.length - 8):
-        raise ValueError(f"a header of {length} bytes")
-    return json.loads(os.pread(file.fd, length, 8)), 8 + length
-
-
 def _tensors(file: File) -> dict[str, tuple[Segment, str]]:
     """Where each tensor lies, and of which type it is."""
     if os.pread(file.fd, len(MAGIC), 0) == MAGIC:
         return {}
     try:
-        header, data = _header(file)
+        header, data = safetensors_header(file.fd)
         packed = json.loads((header.get("__metadata__") or {}).get(METADATA, "{}"))
         found = dict[str, tuple[Segment, str]]()
         for name, entry in header.items():

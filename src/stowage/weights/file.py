@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import mmap
 import os
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError
 
+_HEADER_BYTES_MAX: Final = 100 << 20
 _MINCORE: Final[Any] = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
 
 
@@ -100,7 +102,9 @@ class File:
 
     def _mapped_to_ask(self) -> mmap.mmap | bytes:
         """The file mapped for mincore; empty where mincore does not answer."""
-        told = _MINCORE is not None and (_is_own(self.fd) or os.access(f"/proc/self/fd/{self.fd}", os.W_OK))
+        told = _MINCORE is not None and (
+            os.fstat(self.fd).st_uid == os.geteuid() or os.access(f"/proc/self/fd/{self.fd}", os.W_OK)
+        )
         with contextlib.suppress(OSError, ValueError):  # some file systems map nothing, and nothing maps an empty file
             return mmap.mmap(self.fd, 0, prot=mmap.PROT_READ) if told else b""
         return b""
@@ -135,11 +139,20 @@ class File:
         self.close()
 
 
-def _is_own(fd: int) -> bool:
-    return os.fstat(fd).st_uid == os.geteuid()
-
-
 def mark_of(fd: int) -> tuple[int, int]:
     """Size and modification time: they change when the file is written to, not when it is renamed."""
     stat = os.fstat(fd)
     return stat.st_size, stat.st_mtime_ns
+
+
+def safetensors_header(fd: int) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and the offset at which its tensors begin. Its length is checked before memory
+    is allocated for it. Raises OSError and ValueError.
+
+    Format: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors
+    (https://github.com/huggingface/safetensors).
+    """
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if not 2 <= length <= min(_HEADER_BYTES_MAX, os.fstat(fd).st_size - 8):
+        raise ValueError(f"its header is said to take {length} bytes")
+    return json.loads(os.pread(fd, length, 8)), 8 + length

@@ -8,7 +8,7 @@ dropped, stay with their owner until the owner's extents are released, all at on
 the list of an owner's extents.
 
 `Rows` is for machines without a C compiler: many small dicts instead of one, because a dict stops everything while it
-is resized. It takes 220 bytes per key beside the fields; `native.py` has the same in C in less than half of that. A
+is resized. It takes 220 bytes per key beside the fields; `native.Rows` has the same in C in less than half of that. A
 test drives both.
 
 Invariants (`check`): the index leads from each key to its live row; an extent is free or has one owner.

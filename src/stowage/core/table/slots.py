@@ -1,6 +1,6 @@
 """A table from keys to slot numbers that the caller chooses. A slot has at most one key.
 
-`Slots` is one dict; `native.py` has the same in C, which does not pause to grow and stays fast with millions of keys.
+`Slots` is one dict; `native.Slots` is that in C, which does not pause to grow and stays fast with millions of keys.
 """
 
 from __future__ import annotations

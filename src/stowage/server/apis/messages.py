@@ -49,7 +49,8 @@ def _read(reader: Reader, body: bytes | bytearray, begin: Begin, *, counted: boo
     effort, wanted = _output(fields, reader)
     params = reader.sampling(fields, stop="stop_sequences")
     stream, tools = fields.flag("stream"), _tools(fields)
-    cache_salt, system, raw = fields.text("cache_salt", "") or "", _system(fields), fields.take("messages")
+    system = [{"role": "system", "content": texts(fields, "system")}] if fields.given("system") else []
+    cache_salt, raw = fields.text("cache_salt", "") or "", fields.take("messages")
     fields.finish()
     told = _messages(raw)
     goes_on = told[-1]["role"] == "assistant" and not told[-1].get("tool_calls")
@@ -95,10 +96,6 @@ def _output(fields: Fields, reader: Reader) -> tuple[dict[str, Any], tuple[str, 
     if kind != "json_schema":
         raise bad(f"{where!r} is {kind[:40]!r}; use json_schema.", where)
     return effort, made_of(where.removesuffix(".type"), of_schema(form))
-
-
-def _system(fields: Fields) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": texts(fields, "system")}] if fields.given("system") else []
 
 
 def _tools(fields: Fields) -> RequestTools:

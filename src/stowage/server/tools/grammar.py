@@ -97,15 +97,11 @@ class _Lark:
         elif answer is not None:
             start = f"({self._calls('')}) | {answer}"
         elif form.trigger:
-            start = f"({self._lead()} {self._calls(form.trigger)})? TEXT"
+            start = f"({self._until('lead', form.trigger)} {self._calls(form.trigger)})? TEXT"
         else:
             start = f"({self._calls('')}) | NOCALL"
             self._rules.append(f"NOCALL: {_NO_BRACE}")
         return "\n".join([f"start: {start}", f"TEXT: {_TEXT}", *self._rules]) + "\n"
-
-    def _lead(self) -> str:
-        """Text up to where calls begin."""
-        return self._until("lead", self._form.trigger)
 
     def _until(self, rule: str, mark: str) -> str:
         """Text, and then the first `mark`; as a rule where that is no token by itself."""
@@ -176,7 +172,7 @@ class _Lark:
         if allows_text(schema, whole):
             return self._until("text" if tags.lines else "value", end)
         shared = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
-        body = _WHITESPACE | shared | schema if _is_object(schema) else schema
+        body = _WHITESPACE | shared | schema if isinstance(schema, dict) else schema
         self._rules.append(f"{rule}: %json {json.dumps(body)}")
         return f"{rule} {self._literal(end)}"
 
@@ -197,10 +193,6 @@ class _Lark:
 
     def _maybe(self, text: str) -> str:
         return self._literal(text) if text else ""
-
-
-def _is_object(schema: Any) -> bool:
-    return isinstance(schema, dict)
 
 
 def _json_body(text: str) -> str:

@@ -174,7 +174,7 @@ class Catalog:
         try:
             with self._directory.open_segment(name) as file:
                 if known is None:
-                    found = scan_segment(file, name, self._directory.limit_bytes, partial(self._is_ours, name), memory)
+                    found = scan_segment(file, name, self._directory.limit_bytes, partial(self._guard, name), memory)
                 else:
                     # Asked before scanning: nothing is missed.
                     state = State.SEALED if is_sealed(file, name) else State.OPEN
@@ -211,9 +211,6 @@ class Catalog:
     def _guard(self, name: SegmentName, header: SegmentHeader) -> Guard | None:
         """The guard of a segment; None: its chunks cannot be used here."""
         return self._protection.guard(name.id, header.mark) if header.namespace == self._namespace else None
-
-    def _is_ours(self, name: SegmentName, header: SegmentHeader) -> bool:
-        return self._guard(name, header) is not None
 
     def check(self) -> None:
         """Asserts the invariants."""

@@ -17,7 +17,7 @@ from stowage.native.memory import pages
 from stowage.storage.disk.directory import SegmentFile
 from stowage.storage.disk.files import in_pages
 from stowage.storage.format import segment
-from stowage.storage.format.protection import NO_MARK
+from stowage.storage.format.protection import NO_MARK, Guard
 from stowage.storage.format.segment import Entries, SegmentHeader, SegmentName
 
 
@@ -53,10 +53,10 @@ def scan_segment(
     file: SegmentFile,
     name: SegmentName,
     file_bytes_max: int,
-    only: Callable[[SegmentHeader], bool] | None = None,
+    guard: Callable[[SegmentHeader], Guard | None] | None = None,
     memory: Callable[[int], memoryview] = pages,
 ) -> SegmentScan:
-    """Reads a segment's index. `only`: leave out the chunks of a segment that it is false for. `memory`: for a footer,
+    """Reads a segment's index. `guard`: leave out the chunks of a segment that it has none for. `memory`: for a footer,
     which the batch then lies in. Raises OSError."""
     page = pages(PAGE_BYTES)
     if file.bytes < PAGE_BYTES or file.read([page], 0) < PAGE_BYTES:
@@ -69,7 +69,7 @@ def scan_segment(
         header = segment.parse_segment_header(page, name)
     except FormatError:
         return SegmentScan(State.UNUSABLE)
-    if only is not None and not only(header):
+    if guard is not None and guard(header) is None:
         return SegmentScan(State.SEALED, header)
     found = _by_footer(file, name, header, memory)
     return found if found.state is State.SEALED else scan_batches(file, name, found)

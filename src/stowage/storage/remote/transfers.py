@@ -313,7 +313,7 @@ class RemoteTransfers:
                 found = [Failure(Cause.NETWORK, f"no answer within {self._request_timeout_s:g} s")] * len(left)
             for index, answer in zip(left, found, strict=True):
                 answers[index] = answer
-            left = [index for index in left if _is_trouble(answers[index])]
+            left = [i for i in left if isinstance(one := answers[i], Failure) and one.cause is Cause.NETWORK]
             if not left:
                 break
         if all(isinstance(answer, Failure) and answer.cause is not Cause.FULL for answer in answers):
@@ -350,7 +350,3 @@ class RemoteTransfers:
 
 def _kind(error: FormatError) -> str:
     return "unreadable" if isinstance(error, object_envelope.Unreadable) else "corrupt"
-
-
-def _is_trouble(answer: Answer) -> bool:
-    return isinstance(answer, Failure) and answer.cause is Cause.NETWORK

@@ -17,7 +17,7 @@ from typing import Any, Final
 from stowage.core import lossless
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError, StorageError, UnsupportedModelError
-from stowage.weights.file import File
+from stowage.weights.file import File, safetensors_header
 from stowage.weights.lossless.packed_tensor import ALIGNED_BYTES, FRAME_BYTES, ITEM_BYTES, METADATA
 from stowage.weights.safetensors_file import SafetensorsFile
 
@@ -44,9 +44,9 @@ def write(files: Sequence[Path], source: Path, directory: Path, progress: Callab
     """
     written = Written()
     headers = [_header(path) for path in files]
-    count = sum(len(header) - ("__metadata__" in header) for _, header in headers)
+    count = sum(len(header) - ("__metadata__" in header) for header, _ in headers)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "stowage-pack") as pool:
-        for path, (data_at, header) in zip(files, headers, strict=True):
+        for path, (header, data_at) in zip(files, headers, strict=True):
             try:
                 into = directory / path.relative_to(source)
                 into.parent.mkdir(parents=True, exist_ok=True)
@@ -60,14 +60,13 @@ def write(files: Sequence[Path], source: Path, directory: Path, progress: Callab
     return written
 
 
-def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the tensors begin, and the header; the file was found whole."""
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where the tensors begin; the file was found whole."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(length))
+        header, data_at = safetensors_header(file.fileno())
     if METADATA in (header.get("__metadata__") or {}):
         raise UnsupportedModelError(f"{path} is packed already: give the checkpoint that it was made from.")
-    return 8 + length, header
+    return header, data_at
 
 
 class _Shard:

@@ -9,7 +9,6 @@ the modules before anything is loaded.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError
+from stowage.weights.file import safetensors_header
 from stowage.weights.quantized import quantizer
 from stowage.weights.quantized.blocks import put_linear
 from stowage.weights.quantized.codes import FORMS, Form, PackedMatrix, form_of
@@ -345,5 +345,4 @@ def _check_shapes(model: Any, shapes: Mapping[str, torch.Size]) -> None:
 def names_in(path: Path) -> list[str]:
     """The names of the tensors in a safetensors file, whose header was checked before."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return [name for name in json.loads(file.read(length)) if name != "__metadata__"]
+        return [name for name in safetensors_header(file.fileno())[0] if name != "__metadata__"]
