@@ -238,6 +238,10 @@ class Driver(Inspection):
         """Forget what the device holds, and what the connector holds if asked for."""
         return bool(self._llm.reset_prefix_cache(reset_connector=connector))
 
+    def reload(self, path: str) -> None:
+        """Put the weights of that checkpoint in the place of the model's own."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
     def scribble(self) -> int:
         """Overwrite the KV cache, every byte of it; how many."""
         import torch

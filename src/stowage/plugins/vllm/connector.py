@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from stowage.plugins.vllm import adapter, layer_heads, multi, settings
+from stowage.plugins.vllm import adapter, layer_heads, multi, settings, weights
 from stowage.plugins.vllm.messages import Part, Report, Step
 from stowage.plugins.vllm.scheduler import SchedulerSide
 from stowage.plugins.vllm.stats import Metrics, Reporter, Stats
@@ -88,7 +88,8 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """See the base."""
         assert self._worker is not None
-        self._worker.register(kv_caches)
+        around = weights.worker_around()
+        self._worker.register(kv_caches, None if around is None else weights.Changes(around))
 
     def get_handshake_metadata(self) -> Part | None:
         """See the base. None beside a connector that has some: vLLM takes one child's, and the other's are needed."""

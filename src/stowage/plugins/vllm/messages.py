@@ -76,20 +76,23 @@ class Store:
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """``number``: of the step, from 1. ``busy``: whether it computes anything."""
+    """``number``: of the step, from 1. ``busy``: whether it computes anything. ``fresh``: nothing was computed since
+    all that was stored was forgotten, see ``weights``.
+    """
 
     number: int = 0
     arena: SharedArena | None = None
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     busy: bool = True
+    fresh: bool = False
 
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
     """After which step; how many ranks have ended each store, and which stores failed on any of them. ``digests``: by
     store, group and number of the ranks that hold the same, of what each of them holds: one, unless they differ.
-    ``parts``: in the first one, where the handshake is another connector's.
+    ``parts``: in the first one, where the handshake is another connector's. ``changed``: weights were, see ``weights``.
     """
 
     step: int = 0
@@ -99,6 +102,7 @@ class Report(KVConnectorWorkerMetadata):
     stored_bytes: int = 0
     digests: dict[tuple[int, int, int], set[bytes]] = field(default_factory=dict)
     parts: dict[Rank, Part] = field(default_factory=dict)
+    changed: bool = False
 
     @property
     def says_something(self) -> bool:
@@ -116,4 +120,5 @@ class Report(KVConnectorWorkerMetadata):
         for part, digests in other.digests.items():
             self.digests[part] = self.digests.get(part, set()) | digests
         self.parts |= other.parts
+        self.changed |= other.changed
         return self

@@ -6,12 +6,12 @@ of the real one is read where ``MultiConnector`` makes it: in the frames that ca
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from stowage.plugins.vllm.weights import callers
 
 __all__ = ["others_shake_hands", "outermost_config"]
 
@@ -19,12 +19,9 @@ __all__ = ["others_shake_hands", "outermost_config"]
 def outermost_config(own: Any) -> Any:
     """The engine's configuration, while a connector is made: ``own``, or that of the ``MultiConnector`` around it."""
     found = own
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        local = frame.f_locals
+    for local in callers():
         if isinstance(local.get("self"), MultiConnector) and "vllm_config" in local:
             found = local["vllm_config"]
-        frame = frame.f_back
     return found
 
 

@@ -104,6 +104,15 @@ class Tracked:
         self.stored = {size: tokens // size for size in self._chunk_tokens}
         self.due = min((stored + 1) * size for size, stored in self.stored.items())
 
+    def count(self, tokens: int, counts: dict[str, int]) -> None:
+        """Once, in an engine's numbers: so many tokens of it are loaded."""
+        if not self.counted:
+            self.counted = True
+            counts["requests"] += 1
+            counts["requests_hit"] += tokens > 0
+            counts["tokens_asked"] += self.request.num_tokens
+            counts["tokens_loaded"] += tokens
+
     def restart(self) -> None:
         """It lost its blocks, and begins anew. (A fetch is given back before.)"""
         assert self.plan is None

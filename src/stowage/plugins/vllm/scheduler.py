@@ -27,7 +27,7 @@ from stowage.core.geometry import Geometry, Kind
 from stowage.core.groups import snapshot_spacing, strategy
 from stowage.errors import StowageError
 from stowage.log import Trouble
-from stowage.plugins.vllm import adapter, namespace
+from stowage.plugins.vllm import adapter, namespace, weights
 from stowage.plugins.vllm.division import Rank, divide
 from stowage.plugins.vllm.due import Due
 from stowage.plugins.vllm.events import Announcements
@@ -67,6 +67,7 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._step_times = StepTimes()
         self._due = Due(1 + (self._drafts.tokens if self._drafts is not None else 0))
+        self._weights = weights.Validity()
         self._broken = False
         self._busy = True
         self._waited = False
@@ -93,21 +94,22 @@ class SchedulerSide:
         memory = self._options.memory
         name = namespace.engine_namespace(self._config, self._groups, division, by_name=by_name)
         recurrent = [group.block_tokens for group in self._groups if group.kind is Kind.RECURRENT]
-        grid = math.lcm(*recurrent) if recurrent else 1
+        grid = math.lcm(*recurrent)
         step_tokens = self._config.scheduler_config.max_num_batched_tokens
         dense = any(shape.dense for shape in self._shapes)
-        spacing = memory.snapshot_tokens if dense else state_spacing(self._options, step_tokens)
-        self._snapshot_tokens = snapshot_spacing(spacing, grid)
+        spacing = snapshot_spacing(memory.snapshot_tokens if dense else state_spacing(self._options, step_tokens), grid)
         self._has_states = bool(recurrent)
         lease = self._lease = self._options.lease()
         self._strategies = [strategy(group) for group in self._groups]
         kept = retention(self._options, self._strategies, step_tokens)
         sparse = self._has_states or not kept.most.points.everywhere
-        layout, spacing = Geometry(self._groups), self._snapshot_tokens
+        layout = Geometry(self._groups)
         store = open_store(layout, memory, name, spacing, time.monotonic, shared=True, common_slots=sparse, lease=lease)
         assert store is not None, "host was checked"
         self._store = store
         self._namespaces = namespace.Namespaces(name, hashes_media=adapter.hashes_media(self._config))
+        if self._weights.was_reset:
+            self._namespaces.renew()
         self._cost_model = CostModel(memory.load_timeout_s, self._config.scheduler_config.max_num_batched_tokens)
         self._prefixes = Prefixes(store, self._cost_model, self._strategies, kept, memory.lookup_timeout_s)
         part = "" if lease is None else str(lease.path)
@@ -115,7 +117,7 @@ class SchedulerSide:
         full = [group for group in self._groups if group.kind is Kind.FULL]
         if self._hash_tokens and full:
             self._announcements = Announcements(store, full[0], self._hash_tokens)
-        sources = [Source.of(number, shape, self._snapshot_tokens) for number, shape in enumerate(self._shapes)]
+        sources = [Source.of(number, shape, spacing) for number, shape in enumerate(self._shapes)]
         self._storing = Storing(store, self._strategies, kept, sources, len(parts), self._announcements)
         self._reports = Reports(self._storing, self._cost_model, self.counts)
         self._background = Background(store, name="vllm", after_poll=self._settle)
@@ -131,7 +133,7 @@ class SchedulerSide:
 
     @property
     def _open(self) -> bool:
-        return self._background is not None and not self._broken
+        return self._background is not None and not self._broken and not self._weights.stale
 
     def arrived(self, request: Any) -> None:
         """A request was queued: ask shared stores about it while it waits."""
@@ -209,25 +211,16 @@ class SchedulerSide:
         assert self._background is not None
         with self._background.turn:
             if not tokens:
-                self._count(tracked, 0)
+                tracked.count(0, self.counts)
                 self._prefixes.give_back(tracked)
                 return
             plans = None
             if tracked.plan is not None and tracked.held + tokens == tracked.plan.boundary:
                 tables = [adapter.table_of(blocks[one.group]).repeat(one.parts) for one in self._storing.sources]
                 plans = self._prefixes.plans(tracked, tables)
-            self._count(tracked, tokens if plans is not None else 0)
+            tracked.count(tokens if plans is not None else 0, self.counts)
             self._loads.append(Load(tracked.request.request_id, plans))
             tracked.phase = Phase.LOADING
-
-    def _count(self, tracked: Tracked, tokens: int) -> None:
-        if tracked.counted:
-            return
-        tracked.counted = True
-        self.counts["requests"] += 1
-        self.counts["requests_hit"] += tokens > 0
-        self.counts["tokens_asked"] += tracked.request.num_tokens
-        self.counts["tokens_loaded"] += tokens
 
     # Steps
 
@@ -242,7 +235,8 @@ class SchedulerSide:
             self._fault("a step's blocks could not be stored")
         loads, self._loads = self._loads, []
         number = self._step_times.built(scheduled.total_num_scheduled_tokens)
-        return Step(number, self._shared if loads or stores else None, loads, stores, self._busy)
+        fresh = self._weights.fresh(busy=self._busy)
+        return Step(number, self._shared if loads or stores else None, loads, stores, self._busy, fresh)
 
     def _stores(self, scheduled: Any) -> list[Store]:
         assert self._background is not None
@@ -269,11 +263,14 @@ class SchedulerSide:
 
     def reported(self, output: Any) -> None:
         """What the workers did."""
+        report = output.kv_connector_worker_meta
         try:
+            if isinstance(report, Report) and report.changed and self._weights.changed(report.step):
+                adapter.warn(weights.CHANGED)
             if self._background is not None:
                 self._reported(output)
-            elif isinstance(output.kv_connector_worker_meta, Report) and output.kv_connector_worker_meta.parts:
-                self._introduced(output.kv_connector_worker_meta.parts)
+            elif isinstance(report, Report) and report.parts:
+                self._introduced(report.parts)
         except Exception:  # noqa: BLE001 a bug costs hits, not the engine
             self._fault("what workers reported could not be settled")
 
@@ -353,11 +350,13 @@ class SchedulerSide:
         a load is under way: what it brings is of the old weights.
         """
         if self._background is None:
+            self._weights.reset(self._step_times.number)
             return True
         with self._background.turn:
             self._settle()
             if any(tracked.phase is Phase.LOADING for tracked in self._tracked.values()):
                 return False
+            self._weights.reset(self._step_times.number)
             self._namespaces.renew()
             for request_id, tracked in list(self._tracked.items()):
                 self._prefixes.give_back(tracked)

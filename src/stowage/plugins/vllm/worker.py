@@ -24,6 +24,7 @@ from stowage.log import Trouble
 from stowage.plugins.vllm.division import Naming, Rank
 from stowage.plugins.vllm.memory import Copies, GroupBytes, SharedArena, group_bytes
 from stowage.plugins.vllm.messages import Load, Part, Report, Step
+from stowage.plugins.vllm.weights import Changes
 from stowage.storage.host import map_arena
 from stowage.storage.lease import hold
 
@@ -66,11 +67,17 @@ class WorkerSide:
         self._under_way = 0
         self._report = Report()
         self._stored_step = 0
+        self._changes: Changes | None = None
+        self._changes_known = 0
+        self._stale = False
         self._trouble = Trouble("stowage.vllm")
         self._thread: threading.Thread | None = None
 
-    def register(self, caches: Mapping[str, Tensor | Sequence[Tensor]]) -> None:
-        """The KV cache has been allocated. Raises ``UnsupportedModelError`` for a layout that is not known."""
+    def register(self, caches: Mapping[str, Tensor | Sequence[Tensor]], changes: Changes | None = None) -> None:
+        """The KV cache has been allocated. ``changes``: of this worker's weights, from now on. Raises
+        ``UnsupportedModelError`` for a layout that is not known.
+        """
+        self._changes = changes
         self._groups = [group_bytes(caches, names, self._num_blocks, self._naming) for names in self._layers]
         if self._report_part:
             self._report.parts[self._rank] = self.part()
@@ -84,6 +91,7 @@ class WorkerSide:
     def begin_loads(self, step: Step) -> None:
         """Start the loads of this step; they end some step later."""
         self._report.step = step.number
+        self._look_at_weights(step)
         if step.arena is not None and self._copies is None:
             self._open(step.arena)
         for load in step.loads:
@@ -94,6 +102,15 @@ class WorkerSide:
                 self._thread.start()
             self._loads.put(load)
 
+    def _look_at_weights(self, step: Step) -> None:
+        """Until what is stored is forgotten, nothing is copied that was computed with others than its name says."""
+        count = self._changes.count if self._changes is not None else 0
+        if step.fresh:
+            self._stale, self._changes_known = False, count
+        elif count != self._changes_known:
+            self._stale = True
+        self._report.changed |= self._stale
+
     def store(self, step: Step) -> None:
         """Copy out what this step has computed. Done when it returns; asking again does nothing."""
         if step.number == self._stored_step:
@@ -102,6 +119,7 @@ class WorkerSide:
         for store in step.stores:
             report = self._report
             try:
+                self._refuse_stale()
                 copies, plans = self._open_copies(), store.copies()
                 report.stored_bytes += sum(copies.store(plan) for plan in plans)
                 if store.number <= _COMPARED_FIRST or store.number % _COMPARED_EVERY == 0:
@@ -110,6 +128,10 @@ class WorkerSide:
                 report.failed.add(store.number)
                 self._complain("store_failed", "blocks could not be copied to host memory; they are not stored", error)
             report.ended[store.number] = 1
+
+    def _refuse_stale(self) -> None:
+        if self._stale:
+            raise StowageError("the weights were changed in place")
 
     def _digest(self, store: int, plans: Sequence[CopyPlan], copies: Copies, report: Report) -> None:
         """For the scheduler's side to compare: what ranks are said to hold alike."""
@@ -125,6 +147,7 @@ class WorkerSide:
             self._arrived.clear()
             ended, failed = self._loaded, self._failed
             self._loaded, self._failed = set(), set()
+            failed |= ended if self._stale else set()
             self._under_way -= len(ended)
         return ended, failed
 
@@ -150,6 +173,7 @@ class WorkerSide:
         while (load := self._loads.get()) is not None:
             nbytes, failed = 0, load.plans is None
             try:
+                self._refuse_stale()
                 for plan in load.plans or ():
                     nbytes += self._open_copies().load(plan)
             except Exception as error:  # noqa: BLE001 a failed copy costs a recompute, whatever it was
