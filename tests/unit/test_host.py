@@ -67,3 +67,9 @@ def test_memory_that_the_machine_refuses_is_a_config_error(monkeypatch: pytest.M
     monkeypatch.setattr("stowage.storage.host.mmap.mmap", refuse)
     with pytest.raises(ConfigError, match="smaller size"):
         HostArena([SlabClass(4096, (0,), 2, 0, 0)])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_arena_beyond_all_memory_is_refused_before_its_slots_are_listed(shared: bool) -> None:
+    with pytest.raises(ConfigError, match=r"could not be mapped.*set host_memory"):
+        HostArena([SlabClass(4096, (0,), 1 << 40, 0, 0)], shared=shared)

@@ -17,6 +17,7 @@ YEAR_S: Final = 365 * DAY_S
 MONTH_S: Final = 30 * DAY_S
 WARRANTY_YEARS: Final = 5
 """The period that drive writes per day refer to."""
+_PRICE_MAX: Final = 1e12
 _GIB: Final = 1 << 30
 _WRITES: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(PB|DWPD)", re.IGNORECASE)
 
@@ -32,8 +33,8 @@ class Prices:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"The price {name} is {getattr(self, name)}; it must be 0 or more.")
+            if not 0 <= getattr(self, name) <= _PRICE_MAX:
+                raise ConfigError(f"price_{name} is {getattr(self, name)}; it must be from 0 to {_PRICE_MAX:g}.")
 
     @property
     def any(self) -> bool:

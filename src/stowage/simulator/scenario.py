@@ -10,10 +10,30 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from stowage.cache.policy import POLICIES, POLICY_DEFAULT
+from stowage.config.wording import shown_value
 from stowage.core.geometry import PAGE_BYTES, Geometry, Group, Kind, SlabClass, round_up, split_arena
 from stowage.errors import BudgetError, ConfigError
 from stowage.storage.disk.tier import least_limit_bytes
 
+NODES_MAX: Final = 4096
+"""Each takes about a megabyte of the machine that simulates it."""
+_COUNT_MAX: Final = 1 << 31
+_SECONDS_MAX: Final = 86_400.0
+_RATE_LEAST: Final = 1e-3
+_RATE_MAX: Final = 1e15
+_LIMITS: Final = (
+    *((name, 1, _COUNT_MAX) for name in ("kv_bytes_per_token", "block_tokens", "sticky_blocks", "max_num_seqs")),
+    ("nodes", 1, NODES_MAX),
+    ("step_tokens", 0, _COUNT_MAX),
+    ("disk_bytes", 0, math.inf),
+    ("seed", 0, math.inf),
+    ("prefill_s_fixed", 0, _SECONDS_MAX),
+    ("load_s_fixed", 0, _SECONDS_MAX),
+    ("load_timeout_s", _RATE_LEAST, _SECONDS_MAX),
+    ("prefill_tokens_per_s", _RATE_LEAST, _RATE_MAX),
+    ("copy_bytes_per_s", _RATE_LEAST, _RATE_MAX),
+)
+"""Of every number, the least and the most: what is beyond is a mistake, and would overflow."""
 ROUTINGS: Final = ("round-robin", "sticky", "random")
 
 
@@ -28,10 +48,10 @@ class Link:
 
     def __post_init__(self) -> None:
         for rate in (self.read_bytes_per_s, self.write_bytes_per_s):
-            if not rate > 0 or not math.isfinite(rate):
+            if not _RATE_LEAST <= rate <= _RATE_MAX:
                 raise ConfigError(f"A tier that moves {rate:g} bytes per second is none: give rates above 0.")
-        if not 0 <= self.latency_s < math.inf:
-            raise ConfigError(f"A latency of {self.latency_s:g} s cannot be: give 0 or more.")
+        if not 0 <= self.latency_s <= _SECONDS_MAX:
+            raise ConfigError(f"A latency of {self.latency_s:g} s cannot be: give 0 to {_SECONDS_MAX:.0f}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +90,9 @@ class Scenario:
     object: Link = field(default=Link(2e9, 2e9, 20e-3, 16))
 
     def __post_init__(self) -> None:
-        whole = ("kv_bytes_per_token", "block_tokens", "nodes", "sticky_blocks", "max_num_seqs")
-        for name in whole:
-            _at_least(name, getattr(self, name), 1)
-        for name in ("disk_bytes", "step_tokens", "prefill_s_fixed", "load_s_fixed", "seed"):
-            _at_least(name, getattr(self, name), 0)
-        for name in ("prefill_tokens_per_s", "copy_bytes_per_s", "load_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name):g}; it must be above 0.")
+        for name, least, most in _LIMITS:
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ConfigError(f"{name} is {shown_value(value)}; it must be from {_shown(least)} to {_shown(most)}.")
         if not 0 < self.packed_share <= 1:
             raise ConfigError(
                 f"packed_share is {self.packed_share:g}; it must be above 0 and at most 1, which is raw bytes."
@@ -144,6 +159,5 @@ class Scenario:
         return forwards * self.prefill_s_fixed + tokens / self.prefill_tokens_per_s
 
 
-def _at_least(name: str, value: float, least: int) -> None:
-    if not least <= value < math.inf:
-        raise ConfigError(f"{name} is {value}; it must be {least} or more.")
+def _shown(limit: float) -> str:
+    return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"

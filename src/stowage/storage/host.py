@@ -8,6 +8,7 @@ pinned here (that is one decision, made elsewhere).
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.config.memory import ram_total_bytes
 from stowage.core.geometry import IntArray, SlabClass
 from stowage.errors import ConfigError
 from stowage.native.memory import anonymous, in_huge_pages
@@ -31,17 +33,19 @@ class HostArena:
         self.bytes = sum(slab.slots * slab.slot_bytes for slab in slabs)
         if self.bytes == 0:
             raise ConfigError("the host arena has no slot: every cache group has chunks of zero bytes")
-        self._offsets: IntArray = np.concatenate(
-            [slab.offset_bytes + slab.slot_bytes * np.arange(slab.slots, dtype=np.int64) for slab in slabs]
-        )
-        self._sizes: IntArray = np.concatenate([np.full(slab.slots, slab.slot_bytes, np.int64) for slab in slabs])
         try:
+            if self.bytes > ram_total_bytes():  # which some systems map, and kill whoever fills it
+                raise OSError(errno.ENOMEM, f"there are {ram_total_bytes()}")
             self._mapping = self._shared() if shared else anonymous(self.bytes)
         except OSError as error:
             raise ConfigError(
                 f"host memory of {self.bytes} bytes could not be mapped ({error.strerror}); set host_memory "
                 "to a smaller size"
             ) from error
+        self._offsets: IntArray = np.concatenate(
+            [slab.offset_bytes + slab.slot_bytes * np.arange(slab.slots, dtype=np.int64) for slab in slabs]
+        )
+        self._sizes: IntArray = np.concatenate([np.full(slab.slots, slab.slot_bytes, np.int64) for slab in slabs])
         self.huge_pages = in_huge_pages(self._mapping)
         self._view: memoryview | None = memoryview(self._mapping)
         self._array: NDArray[np.uint8] | None = np.frombuffer(self._mapping, np.uint8)
