@@ -67,7 +67,7 @@ def test_an_error_is_one_paragraph_without_a_traceback(call_process: OwnProcess)
     done = call_process("config", "show", "--host-memory", "lots")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("stowage: host_memory cannot be used. The size 'lots' is not understood.")
+    assert done.stderr.startswith("stowage: --host-memory cannot be used. The size 'lots' is not understood.")
     assert done.stderr.count("\n") == 1
 
 

@@ -80,7 +80,7 @@ def test_compression_makes_a_disk_larger(call: Stowage, trace: Path) -> None:
     assert raw["scenario"]["packed_share"] == 1 and packed["scenario"]["packed_share"] == 0.5
     assert packed["hit_rate"]["disk"] > raw["hit_rate"]["disk"]
     refused = call("simulate", trace, *SMALL, "--packed-share", 1.5)
-    assert refused.exit_code == 2 and "packed_share is 1.5" in refused.stderr
+    assert refused.exit_code == 2 and "--packed-share is 1.5" in refused.stderr
 
 
 def test_prompts_pile_up(call: Stowage, trace: Path) -> None:
@@ -118,7 +118,14 @@ def test_a_model_says_what_a_token_takes(call: Stowage, trace: Path, tmp_path: P
         (("--limit", "-1"), "--limit"),
         (("--disk-endurance", "much"), "DWPD"),
         (("--price-node-hour", "-1"), "price"),
-        (("--copy-rate", "0"), "copy_bytes_per_s"),
+        (("--copy-rate", "0"), "--copy-rate is 0"),
+        (("--nodes", "100000000"), "--nodes is 100000000; it must be from 1 to 4,096"),
+        (("--sweep", "nodes=1,100000000"), "--nodes is 100000000"),
+        (("--sticky-blocks", "9" * 20), "--sticky-blocks is a very large number"),
+        (("--prefill-fixed-ms", "1e308"), "--prefill-fixed-ms (in seconds)"),
+        (("--price-node-hour", "1e308"), "--price-node-hour"),
+        (("--disk-latency-ms", "1e300"), "--disk-..."),
+        (("--speed-up", "1e308"), "--speed-up"),
         (("--disk-read", "0"), "above 0"),
         (("--picture", "no/such/p.svg"), "no directory"),
         (("--block-size", "17"), "Line 1 of the trace"),

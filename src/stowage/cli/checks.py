@@ -58,7 +58,7 @@ def machine_checks(settings: Settings) -> list[Check]:
         check_instructions(_processor_flags()),
         check_huge_pages(_HUGE_PAGES),
         check_device(settings["device"], _DRIVER.exists()),
-        *check_disk(settings["disk"]),
+        *check_disk(settings["disk"], settings.spelled),
         *check_protection(settings["disk_protection"], settings["disk_key_file"]),
         *check_shared(settings),
     ]
@@ -166,7 +166,7 @@ def check_budgets(settings: Settings) -> Check:
     try:
         memory: Memory = settings.memory()
     except ConfigError as error:
-        return Check("budgets", "problem", str(error), "Change the setting that is named above.")
+        return Check("budgets", "problem", settings.spelled(str(error)), "Change the setting that is named above.")
     total_bytes = ram_total_bytes()
     device_bytes = memory.device_memory_bytes or memory.kv_cache_memory_bytes
     here = settings["device"] in ("", "cpu")
@@ -180,14 +180,16 @@ def check_budgets(settings: Settings) -> Check:
     return Check("budgets", "ok", text)
 
 
-def check_disk(disk: str) -> list[Check]:
-    """The cache directory: whose it is, who may read it, how much fits, and whether reads can bypass the page cache."""
+def check_disk(disk: str, spelled: Callable[[str], str] = str) -> list[Check]:
+    """The cache directory: whose it is, who may read it, how much fits, and whether reads can bypass the page cache.
+    ``spelled`` names settings as they were given.
+    """
     if not disk:
         return [Check("disk", "ok", "off (give --disk DIR:SIZE to check a directory)")]
     try:
         directory, limit_bytes = parse_disk(disk)
     except ConfigError as error:
-        return [Check("disk", "problem", str(error), "Write it as ~/.cache/stowage:20GiB.")]
+        return [Check("disk", "problem", spelled(str(error)), "Write it as ~/.cache/stowage:20GiB.")]
     owner = check_owner(directory)
     if owner.level == "problem":
         return [owner]

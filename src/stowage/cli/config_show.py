@@ -1,7 +1,10 @@
 """``stowage config show``: every setting, its value, and where it came from."""
 
+from dataclasses import fields
+
 from stowage.cli.options import GRAPHS, LOG, MEMORY, SAMPLING, SERVER, Json, with_settings
 from stowage.cli.output import print_json
+from stowage.cli.run import sampling_of
 from stowage.config.memory import AUTO, format_size
 from stowage.config.settings import SETTINGS, Settings
 
@@ -12,7 +15,11 @@ def show(*, settings: Settings, json: Json = False) -> None:
 
     Takes the flags of `run` and `serve`, so that it shows what those would use with the same flags.
     """
-    memory = settings.memory()  # refuse here what `run` would refuse
+    from stowage.server.limits import Limits
+
+    memory = settings.memory()  # refuse here what `run` and `serve` would refuse
+    sampling_of(settings)
+    Limits(**{item.name: settings[item.name] for item in fields(Limits)})
     if json:
         shown = {name: SETTINGS[name].shown(item.value) for name, item in settings.values.items()}
         print_json({name: {"value": shown[name], "source": item.source} for name, item in settings.values.items()})

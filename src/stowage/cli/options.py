@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -20,6 +20,8 @@ from stowage.config.settings import (
     find_config,
     load_settings,
 )
+from stowage.config.spelling import flag_of
+from stowage.errors import ConfigError, StowageError
 from stowage.log import configure
 
 COMPUTE = ("device", "dtype", "deterministic", "batch_dependent", "int8_activations")
@@ -28,6 +30,7 @@ GRAPHS = ("cuda_graphs",)
 SAMPLING = tuple(setting.name for setting in SAMPLING_SETTINGS)
 SERVER = tuple(setting.name for setting in SERVER_SETTINGS)
 LOG = ("log_format", "log_level")
+Value = TypeVar("Value")
 _DEBUG_KEY = "stowage.debug"
 
 
@@ -61,14 +64,25 @@ ChatTemplate = Annotated[
 ]
 
 
+def read_as(flag: str, read: Callable[..., Value], *given: Any) -> Value:
+    """``read(*given)``, whose refusal names ``flag``: for flags that are no settings. Raises ConfigError."""
+    try:
+        return read(*given)
+    except ConfigError as error:
+        raise ConfigError(f"{flag} cannot be used. {error}") from error
+
+
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of the settings ``names``, ``--config`` and ``--debug``.
 
     The command is called with ``settings``, merged from flags, environment, file and defaults, in their place. With the
-    settings of ``LOG`` among them, the log is configured first.
+    settings of ``LOG`` among them, the log is configured first. An error of the command names settings as they were
+    given.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+
         @functools.wraps(command)
         def wrapper(**given: Any) -> None:
             flags = {name: given.pop(name) or None if name == "stop" else given.pop(name) for name in names}
@@ -79,9 +93,12 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
                 note(f"stowage: {hint}")
             if "log_level" in names:
                 configure(settings["log_format"], settings["log_level"])
-            command(settings=settings, **given)
+            try:
+                command(settings=settings, **given)
+            except StowageError as error:
+                error.args = (settings.spelled(str(error), besides=own),)
+                raise
 
-        own = inspect.signature(command, eval_str=True).parameters
         added = [_flag(SETTINGS[name]) for name in names] + [_CONFIG, _DEBUG]
         parameters = [p for name, p in own.items() if name != "settings"] + added
         signature = inspect.Signature(parameters, return_annotation=None)
@@ -95,7 +112,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 def _flag(setting: Setting) -> inspect.Parameter:
     kind: Any = list[str] | None if setting.name == "stop" else str | None
     default = "" if setting.default in (None, "", (), {}, False, 0) else f" [default: {setting.default}]"
-    name = "--" + setting.name.replace("_", "-")
+    name = flag_of(setting.name)
     if isinstance(setting.default, bool):
         kind, name = bool | None, f"{name}/--no-{name[2:]}"
     option = typer.Option(

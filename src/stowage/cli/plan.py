@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stowage.cli.options import Debug, Json
+from stowage.cli.options import Debug, Json, read_as
 from stowage.cli.output import format_seconds, note, print_json, print_table
 from stowage.errors import ConfigError, StowageError
 
@@ -81,9 +81,9 @@ def plan(
     quiet_libraries()
     found = read_model(gguf or model, dtype)
     work = Workload(
-        parse_tokens(max_model_len),
+        read_as("--max-model-len", parse_tokens, max_model_len),
         max_num_seqs,
-        parse_tokens(prompt_tokens),
+        read_as("--prompt-tokens", parse_tokens, prompt_tokens),
         max_new_tokens,
         max_num_batched_tokens,
     )
@@ -107,17 +107,11 @@ def _budgets(model: "Model", path: str, device: str, host: str, disk: str | None
     from stowage.config.memory import disk_total_bytes, parse_size, ram_total_bytes
     from stowage.planner.solve import Budgets
 
-    def size(name: str, text: str, total_bytes: int) -> int:
-        try:
-            return parse_size(text, total_bytes)
-        except ConfigError as error:
-            raise ConfigError(f"{name} cannot be used. {error}") from error
-
     memory_bytes, whole = ram_total_bytes(), Path(path).expanduser().absolute()
     return Budgets(
-        size("--device-memory", device, memory_bytes),
-        size("--host-memory", host, memory_bytes),
-        model.total_bytes if disk is None else size("--disk", disk, disk_total_bytes(whole)),
+        read_as("--device-memory", parse_size, device, memory_bytes),
+        read_as("--host-memory", parse_size, host, memory_bytes),
+        model.total_bytes if disk is None else read_as("--disk", parse_size, disk, disk_total_bytes(whole)),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stowage.cli.options import Debug, Json
+from stowage.cli.options import Debug, Json, read_as
 from stowage.cli.output import print_json
 from stowage.config.memory import format_size, parse_size
 from stowage.errors import ConfigError
@@ -41,7 +41,7 @@ def scrub(
     from stowage.storage import key_file as keys
     from stowage.storage.disk.scrub import scrub as scrub_directory
 
-    rate = float(parse_size(limit_rate)) if limit_rate else float("inf")
+    rate = float(read_as("--limit-rate", parse_size, limit_rate)) if limit_rate else float("inf")
     if not rate:
         raise ConfigError("--limit-rate is 0: nothing would ever be read. Write a size, such as 100MB.")
     secrets = keys.read(key_file.expanduser().absolute()) if key_file is not None else []

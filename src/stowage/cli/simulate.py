@@ -1,7 +1,8 @@
 """``stowage simulate TRACE``: what a trace of prompts would find in given tiers. ``planner.simulate`` does the work."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stowage.cli.options import Debug, Json
+from stowage.cli.options import Debug, Json, read_as
 from stowage.cli.output import format_seconds, note, print_json, print_table, progress_bars
 from stowage.config.memory import format_size, parse_size
 from stowage.config.names import renamed_hint, today
+from stowage.config.spelling import flag_of, spelled
 from stowage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +23,31 @@ if TYPE_CHECKING:
     from stowage.simulator.scenario import Scenario
 
 _SWEPT = ("host_memory", "disk", "nodes", "eviction_policy", "routing")
+
+_SPEED_UP_MAX = 1e9
+_FLAGS = {
+    name: flag_of(called)
+    for name, called in {
+        "block_tokens": "block_size",
+        "step_tokens": "max_num_batched_tokens",
+        "policy": "eviction_policy",
+        "prefill_s_fixed": "prefill_fixed_ms (in seconds)",
+        "load_s_fixed": "load_fixed_ms (in seconds)",
+        "copy_bytes_per_s": "copy_rate",
+        "price_node_hour": "price_node_hour",
+        "price_disk_gib_month": "price_disk_gib_month",
+        "price_object_gib_month": "price_object_gib_month",
+        "price_transfer_gb": "price_transfer_gb",
+        "kv_bytes_per_token": "kv_bytes_per_token",
+        "prefill_tokens_per_s": "prefill_tokens_per_s",
+        "packed_share": "packed_share",
+        "nodes": "nodes",
+        "routing": "routing",
+        "seed": "seed",
+        "sticky_blocks": "sticky_blocks",
+    }.items()
+}
+"""How the numbers of a scenario are called here."""
 
 
 def _size(metavar: str, about: str, panel: str = "Tiers of each node") -> Any:
@@ -85,33 +112,49 @@ def simulate(
     from stowage.simulator.scenario import Link, Scenario
     from stowage.simulator.trace import read_trace
 
-    scenario = Scenario(
-        host_bytes=parse_size(host_memory),
-        kv_bytes_per_token=_token_bytes(model) if model else parse_size(kv_bytes_per_token),
-        block_tokens=block_size,
-        disk_bytes=parse_size(disk),
-        objects=objects or own_objects,
-        shared_objects=not own_objects,
-        nodes=nodes,
-        routing=routing,
-        sticky_blocks=sticky_blocks,
-        seed=seed,
-        policy=eviction_policy or POLICY_DEFAULT,
-        prefill_tokens_per_s=prefill_tokens_per_s,
-        prefill_s_fixed=prefill_fixed_ms / 1000,
-        load_s_fixed=load_fixed_ms / 1000,
-        step_tokens=max_num_batched_tokens,
-        copy_bytes_per_s=parse_size(copy_rate),
-        packed_share=packed_share,
-        disk=Link(parse_size(disk_read), parse_size(disk_write), disk_latency_ms / 1000),
-        object=Link(parse_size(object_read), parse_size(object_write), object_latency_ms / 1000, 16),
-    )
-    swept, values = _sweep(sweep)
-    points = _swept(scenario, swept, values, sweep) if sweep else [("", scenario)]
-    prices = Prices(price_node_hour, price_disk_gib_month, price_object_gib_month, price_transfer_gb)
-    endurance = parse_endurance(disk_endurance) if disk_endurance else None
-    if limit < 0 or jobs < 0 or not 0 < speed_up < float("inf"):
-        raise ConfigError("--limit and --jobs must be 0 or more, --speed-up above 0.")
+    given = {
+        "host_memory": host_memory,
+        "disk": disk,
+        "disk_read": disk_read,
+        "disk_write": disk_write,
+        "object_read": object_read,
+        "object_write": object_write,
+        "copy_rate": copy_rate,
+        "kv_bytes_per_token": kv_bytes_per_token,
+    }
+    size = {name: read_as(flag_of(name), parse_size, text) for name, text in given.items()}
+    with _flags_named():
+        scenario = Scenario(
+            host_bytes=size["host_memory"],
+            kv_bytes_per_token=_token_bytes(model) if model else size["kv_bytes_per_token"],
+            block_tokens=block_size,
+            disk_bytes=size["disk"],
+            objects=objects or own_objects,
+            shared_objects=not own_objects,
+            nodes=nodes,
+            routing=routing,
+            sticky_blocks=sticky_blocks,
+            seed=seed,
+            policy=eviction_policy or POLICY_DEFAULT,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            prefill_s_fixed=prefill_fixed_ms / 1000,
+            load_s_fixed=load_fixed_ms / 1000,
+            step_tokens=max_num_batched_tokens,
+            copy_bytes_per_s=size["copy_rate"],
+            packed_share=packed_share,
+            disk=read_as("--disk-...", Link, size["disk_read"], size["disk_write"], disk_latency_ms / 1000),
+            object=read_as(
+                "--object-...", Link, size["object_read"], size["object_write"], object_latency_ms / 1000, 16
+            ),
+        )
+        swept, values = _sweep(sweep)
+        points = _swept(scenario, swept, values, sweep) if sweep else [("", scenario)]
+        prices = Prices(price_node_hour, price_disk_gib_month, price_object_gib_month, price_transfer_gb)
+        endurance = parse_endurance(disk_endurance) if disk_endurance else None
+    if limit < 0 or jobs < 0 or not 1 / _SPEED_UP_MAX <= speed_up <= _SPEED_UP_MAX:
+        raise ConfigError(
+            f"--limit and --jobs must be 0 or more, --speed-up from {1 / _SPEED_UP_MAX:g} to {_SPEED_UP_MAX:g}."
+        )
     if picture is not None and not picture.absolute().parent.is_dir():
         raise ConfigError(f"There is no directory {picture.absolute().parent} to draw a picture in.")
     with progress_bars() as progress:
@@ -134,6 +177,16 @@ def simulate(
         print_json(_as_json(trace, points, swept, found))
     else:
         _print(trace, points, found, prices)
+
+
+@contextmanager
+def _flags_named() -> Iterator[None]:
+    """What a scenario refuses is told under the names of flags."""
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (spelled(str(error), _FLAGS),)
+        raise
 
 
 def _token_bytes(model: str) -> int:
@@ -175,9 +228,9 @@ def _sweep(text: str) -> tuple[str, str]:
 
 def _with(scenario: "Scenario", name: str, value: str) -> "Scenario":
     if name == "host_memory":
-        return replace(scenario, host_bytes=parse_size(value))
+        return replace(scenario, host_bytes=read_as(f"--sweep {name}", parse_size, value))
     if name == "disk":
-        return replace(scenario, disk_bytes=parse_size(value))
+        return replace(scenario, disk_bytes=read_as(f"--sweep {name}", parse_size, value))
     if name == "nodes":
         return replace(scenario, nodes=int(value))
     return replace(scenario, policy=value) if name == "eviction_policy" else replace(scenario, routing=value)

@@ -296,6 +296,7 @@ class Memory:
                 )
         if self.object:
             parse_object(self.object)
+        _ = self.object_limit_bytes, self.valkey_password_path
         if self.valkey and parse_valkey(self.valkey).password and self.valkey_password_file:
             raise ConfigError(
                 f"valkey_password_file is set, and valkey {shown(self.valkey)!r} has a password already. Keep one."
@@ -304,7 +305,6 @@ class Memory:
             owner = name.partition("_")[0]
             if getattr(self, name) and not getattr(self, owner):
                 raise ConfigError(f"{name} is set, and {owner} is not: it would have no effect.")
-        _ = self.object_limit_bytes, self.valkey_password_path
         for name in ("valkey_ttl_s", "lookup_timeout_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be a finite number of seconds, 0 or more.")

@@ -10,21 +10,15 @@ Imports only the standard library and its neighbours, so the command line can sh
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from stowage.config.addresses import PASSWORD_VARIABLE, shown
-from stowage.config.memory import (
-    AUTO,
-    COMPRESSIONS,
-    POLICIES,
-    SIZE_FIX,
-    Memory,
-    parse_tokens,
-)
+from stowage.config.memory import AUTO, COMPRESSIONS, POLICIES, SIZE_FIX, Memory, parse_tokens
 from stowage.config.names import RENAMED, all_today, elsewhere, renamed_hint
+from stowage.config.spelling import ENVIRONMENT_PREFIX, flag_of, spelled, variable_of
 from stowage.config.wording import shown_value, unknown_name
 from stowage.errors import ConfigError
 
@@ -278,7 +272,6 @@ SETTINGS: dict[str, Setting] = {
     )
 }
 
-ENVIRONMENT_PREFIX = "STOWAGE_"
 _OTHER_VARIABLES = (
     "STOWAGE_API_KEYS",
     "STOWAGE_CONFIG",
@@ -301,11 +294,12 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Every setting with its value and source. ``settings["disk"]`` is the value. ``hints``: what to tell people who
-    used old names.
+    used old names. ``flags``: which settings were asked for as flags, given or not.
     """
 
     values: Mapping[str, Value]
     hints: tuple[str, ...] = ()
+    flags: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name].value
@@ -318,6 +312,16 @@ class Settings:
         """Keyword arguments for ``SamplingParams``."""
         return {item.name: self[item.name] for item in SAMPLING_SETTINGS}
 
+    def spelled(self, text: str, besides: Container[str] = ()) -> str:
+        """A message with each setting but those named as it was given; a default as it could have been."""
+        named = {name: value.source for name, value in self.values.items() if name not in besides}
+        return spelled(text, {name: self._spelling(name, source) for name, source in named.items()})
+
+    def _spelling(self, name: str, source: str) -> str:
+        if source == "flag" or (source == "default" and name in self.flags):
+            return flag_of(name)
+        return variable_of(name) if source in ("default", "environment") else f"{name} in {source}"
+
 
 def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], toml_path: Path | None = None) -> Settings:
     """Merge the four sources. A flag that is ``None`` was not given. ``toml_path`` None: no file.
@@ -329,10 +333,10 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], toml_pat
     if toml_path is not None:
         values |= _read_all(_load_toml(toml_path), str(toml_path), str, hints)
     variables = _from_environment(environ)
-    values |= _read_all(variables, "environment", lambda name: ENVIRONMENT_PREFIX + name.upper(), hints)
+    values |= _read_all(variables, "environment", variable_of, hints)
     given = {name: value for name, value in flags.items() if value is not None}
-    values |= _read_all(given, "flag", lambda name: "--" + name.replace("_", "-"), hints)
-    return Settings(values, tuple(hints))
+    values |= _read_all(given, "flag", flag_of, hints)
+    return Settings(values, tuple(hints), frozenset(flags))
 
 
 def find_config(environ: Mapping[str, str], directory: Path | None = None) -> Path | None:
@@ -364,7 +368,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     port but ``tcp://...``.
     """
     found: dict[str, str] = {}
-    known = [ENVIRONMENT_PREFIX + name.upper() for name in (*SETTINGS, *RENAMED, "listen")] + list(_OTHER_VARIABLES)
+    known = [variable_of(name) for name in (*SETTINGS, *RENAMED, "listen")] + list(_OTHER_VARIABLES)
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _OTHER_VARIABLES:
             continue

@@ -48,7 +48,7 @@ def _more(memory: Memory, steps: int, adapters: int, weights: int) -> str:
     others = f", adapters {format_size(adapters)}" if adapters else ""
     return (
         f"Of device_memory ({format_size(memory.device_memory_bytes + adapters)}) a step takes {format_size(steps)}"
-        f"{others}, and kv_cache_memory {format_size(memory.kv_cache_memory_bytes)}: "
+        f"{others}, and KV {format_size(memory.kv_cache_memory_bytes)}: "
         f"give device_memory at least {beside + kv_bytes + adapters} bytes, or less to kv_cache_memory or "
         "max_num_batched_tokens."
     )
