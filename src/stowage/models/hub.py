@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from stowage.errors import CheckpointError, first_line
+from stowage.errors import CheckpointError
 from stowage.models import hub_gguf
 
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
-_REASON_CHARACTERS = 200
 _YES = ("1", "ON", "YES", "TRUE")
 """As the hub's client reads a switch in the environment."""
 
@@ -184,20 +183,12 @@ def _gguf_in(directory: Path) -> list[str]:
 
 def _from_hub(name: str, ask: Callable[[], str]) -> Path:
     """What ``ask`` gets of the hub. Raises ``CheckpointError``."""
-    import httpx
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from stowage.models.hub_trouble import TROUBLES, why_not
 
     try:
         return Path(ask())
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
-        why = (
-            f"{first_line(error)[:_REASON_CHARACTERS]}. Check the spelling and the network; for a private model set "
-            "HF_TOKEN; to use what was downloaded before set HF_HUB_OFFLINE=1."
-        )
-        if HF_HUB_OFFLINE:
-            why = "HF_HUB_OFFLINE is set, and it was not downloaded before. Unset HF_HUB_OFFLINE to download it."
+    except TROUBLES as error:
         raise CheckpointError(
-            f"{name!r} is no directory here, and the hub did not give it: {why} A tiny model to try with: stowage tiny "
-            "llama ./tiny"
+            f"{name!r} is no directory here, and the hub did not give it: {why_not(name, error)} "
+            "A tiny model to try with: stowage tiny llama ./tiny"
         ) from error
