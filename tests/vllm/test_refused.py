@@ -59,3 +59,14 @@ def test_mla(start: Start, tmp_path: Path) -> None:
     external = again.generate(prompt(length))
     assert external.external == local.local
     assert external.distance(local) == 0.0
+
+
+def test_a_cache_of_another_size_than_its_kernels_take_it_for(start: Start) -> None:
+    """Plain vLLM starts, and writes beyond its cache."""
+    with pytest.raises(EngineError, match=r"write outside of its blocks\. Set --kv-cache-dtype auto"):
+        start("llama", connector(), kv_cache_dtype="bfloat16")
+
+
+def test_a_cache_of_another_type_of_the_same_size(start: Start) -> None:
+    """Is taken for the model's, and no block is missed."""
+    prove(start("llama-bf16", connector(), kv_cache_dtype="float16"), prompt(300))

@@ -99,10 +99,26 @@ def check_config(config: Any) -> None:
             "does not store. Leave --speculative-config or the connector out."
         )
     model = config.model_config
+    _check_cache_dtype(str(config.cache_config.cache_dtype), model.dtype)
     if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
         raise ConfigError(
             "The model pools all of a prompt's hidden states (MEAN, CLS or STEP), so no part of a prompt can come from "
             "a cache. Leave StowageConnector out for it."
+        )
+
+
+def _check_cache_dtype(cache: str, model: Any) -> None:
+    """vLLM 0.32's CPU kernels take the memory of a cache for numbers of the model's type: where the size of these is
+    another, they miss the blocks that vLLM names, and write beyond the end of the last.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    kept = getattr(torch, cache, None)
+    if current_platform.is_cpu() and isinstance(kept, torch.dtype) and kept.itemsize != model.itemsize:
+        raise ConfigError(
+            f"kv_cache_dtype is {cache}, and the model computes in {str(model).removeprefix('torch.')}: vLLM's CPU "
+            "kernels take the cache for numbers of that, and write outside of its blocks. Set --kv-cache-dtype auto."
         )
 
 
