@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from stowage.errors import CheckpointError, ConfigError, ModelError
 from stowage.models.hub import find_config
 from stowage.planner.model import read_model
+from stowage.planner.shapes import Model
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import TABLE, TinySize
 from tests.depth import mostly_rare
@@ -46,6 +49,30 @@ def test_files_in_another_type_than_the_config_s(said: str, stored: str, tmp_pat
     del config["dtype"]
     (tmp_path / "config.json").write_text(json.dumps(config | ({"dtype": said} if said else {})))
     assert read_model(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("llama", ""), ("gemma3", ""), ("llama", "language_model.")])
+def test_an_output_layer_of_its_own_counts_though_the_config_ties_it(name: str, prefix: str, tmp_path: Path) -> None:
+    """As the engine loads it: what differs from the embedding is no copy of it."""
+    tiny_models.write(name, tmp_path, TinySize(layers=TABLE[name].layers or 2), dtype="bfloat16")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors.pop("lm_head.weight", None)
+
+    def planned(head: dict[str, torch.Tensor]) -> Model:
+        named = {prefix + key: value for key, value in (tensors | head).items()}
+        save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
+        return read_model(tmp_path)
+
+    tied = planned({})
+    assert planned({"lm_head.weight": embedding.clone()}) == tied and tied.tied and not tied.head
+    other = embedding.clone()
+    other[-1, -1] += 1
+    own = planned({"lm_head.weight": other})
+    assert not own.tied and own.head == embedding.numel() == own.head_reads
+    assert own.total_bytes == tied.total_bytes + embedding.nbytes
 
 
 def header(entries: dict[str, Any], data_bytes: int) -> bytes:

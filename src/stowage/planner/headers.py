@@ -288,6 +288,11 @@ def _kind(name: str, tensor: Tensor) -> str:
     return MLP
 
 
+def has_head(tensors: list[Tensor]) -> bool:
+    """Whether an output layer's matrix is among them: its own, or a copy of the embedding."""
+    return any(kind == "head" and len(tensor.shape) > 1 for _, kind, tensor in _sorted(tensors))
+
+
 def layer_count(tensors: list[Tensor]) -> int:
     return 1 + max((index for index, _, _ in _sorted(tensors)), default=-1)
 

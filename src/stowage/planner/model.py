@@ -55,7 +55,32 @@ def read_model(path: str | Path, dtype: str = "auto") -> Model:
     model = shape(part.config, chosen)
     if fields.packed_as not in ("", PACKED):
         return _published(model, part, weight_files(directory) if tensors else [])
+    if model.tied and headers.has_head(tensors) and _own_head(part, weight_files(directory), chosen):
+        model = replace(model, tied=False)
     return headers.measured(model, tensors, stored) if tensors else model
+
+
+def _own_head(part: TextPart, files: list[Path], dtype: str) -> bool:
+    """Whether ``files`` hold an output layer other than the embedding, which is loaded then, whatever the config says.
+    These two tensors are read as far as they are the same.
+    """
+    import torch
+
+    from stowage.models.published.checkpoint import meta_model
+    from stowage.weights.checkpoint import Checkpoint
+    from stowage.weights.tied import settle
+
+    try:
+        model = meta_model(part, getattr(torch, dtype))
+    except UnsupportedModelError:
+        return False
+    checkpoint = Checkpoint(files)
+    try:
+        settle(model, checkpoint)
+    finally:
+        checkpoint.close()
+    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    return f"{head}.weight" not in model.all_tied_weights_keys
 
 
 def _gguf(path: Path, dtype: str) -> Model | None:
