@@ -189,6 +189,28 @@ def _two(connection) -> list[bytes]:
     return [part[part.index(b"{") :] for part in read.split(b"HTTP/1.1 200 OK\r\n")[1:]]
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        (b"http://localhost:8000/v1/models?after=x", b"localhost:8000", 200),
+        (b"HTTPS://127.0.0.1/v1/mod%65ls", b"evil.example", 200),  # the header says nothing beside it
+        (b"http://localhost/health", b"x", 200),
+        (b"http://localhost/v1/nothing", b"localhost", 404),
+        (b"http://evil.example/v1/models", b"localhost", 403),
+        (b"http://localhost", b"localhost", 200),
+        (b"http:///v1/models", b"localhost", 404),
+    ],
+)
+def test_a_whole_uri_in_the_request_line(server: Server, target: bytes, host: bytes, status: int) -> None:
+    """As clients send it to a proxy, and every server has to take it (RFC 9112, section 3.2.2)."""
+    with connected(server) as connection:
+        connection.sendall(b"GET " + target + b" HTTP/1.1\r\nhost: " + host + b"\r\n\r\n")
+        assert answer(connection)[0] == status
+        whole = request(TEXT, SHORT).replace(b"POST /", b"POST http://localhost/")
+        connection.sendall(whole)
+        assert answer(connection)[0] == 200
+
+
 def test_expect_continue(server: Server) -> None:
     whole = request(TEXT, SHORT, "expect: 100-continue")
     head, _, body = whole.partition(b"\r\n\r\n")

@@ -8,11 +8,13 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import unquote
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -32,6 +34,7 @@ FOR_BROWSERS: Final = (PAGE, STATE)
 """Routes that accept a key as the password of HTTP Basic. A browser sends that by itself, even for a request that a
 page of another origin makes; so these routes change nothing, and let no other origin read their answers.
 """
+_ABSOLUTE: Final = re.compile(rb"https?://([^/]+)", re.IGNORECASE)
 CONTEXT: Final = "stowage.visit"
 
 
@@ -92,6 +95,7 @@ class Middleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "neither websockets nor lifespan are switched on"
+        _to_origin_form(scope)
         scope["app"] = self  # so that the router raises what it refuses
         identity = "req-" + secrets.token_hex(12)
         context = scope[CONTEXT] = RequestContext(
@@ -197,6 +201,19 @@ class Middleware:
         extra = {"stowage_event": "request", "stowage_text": "a request has ended", "stowage_fields": fields}
         level = logging.DEBUG if context.route == STATE and context.status == 200 else logging.INFO
         logger.log(level, "a request has ended (%s)", told, extra=extra)
+
+
+def _to_origin_form(scope: Scope) -> None:
+    """Take a whole URI in the request line, as for a proxy, for its path; its host stands for the header `Host` then
+    (RFC 9112, section 3.2.2).
+    """
+    found = _ABSOLUTE.match(scope["raw_path"])
+    if found is None:
+        return
+    scope["raw_path"] = scope["raw_path"][found.end() :] or b"/"
+    scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+    others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    scope["headers"] = [*others, (b"host", found[1])]
 
 
 def _is_address(name: str) -> bool:
