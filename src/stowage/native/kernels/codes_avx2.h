@@ -156,6 +156,15 @@ static inline ALWAYS __m256 avx2_halves_of(const uint8_t *a, const uint8_t *b, i
                                           (short)read_short(b + 2 * apart), (short)read_short(b + 3 * apart)));
 }
 
+/* Floats of eight scales in the lower bytes. */
+static inline ALWAYS __m256 avx2_floats_of(int kind, __m256i v)
+{
+    __m128i halves = _mm256_castsi256_si128(v);
+    return kind == SCALES_F16    ? _mm256_cvtph_ps(halves)
+           : kind == SCALES_BF16 ? (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16)
+                                 : (__m256)v;
+}
+
 /* Scales of eight blocks, of which each `alike` (1, 2 or 4) have one; of 4 bytes also what is no float. */
 static inline ALWAYS __m256 avx2_shared(const uint8_t *from, int kind, int64_t alike)
 {
@@ -165,12 +174,7 @@ static inline ALWAYS __m256 avx2_shared(const uint8_t *from, int kind, int64_t a
                             : _mm256_castsi128_si256(bytes == 16  ? _mm_loadu_si128((const __m128i *)from)
                                                      : bytes == 8 ? _mm_loadl_epi64((const __m128i *)from)
                                                                   : _mm_cvtsi32_si128((int)read_word(from)));
-    __m128i halves = _mm256_castsi256_si128(v);
-    if (kind == SCALES_F16)
-        v = (__m256i)_mm256_cvtph_ps(halves);
-    else if (kind == SCALES_BF16)
-        v = _mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
-    return _mm256_permutevar8x32_ps((__m256)v, which);
+    return _mm256_permutevar8x32_ps(avx2_floats_of(kind, v), which);
 }
 
 /* Whether blocks begin with their scale. */
@@ -204,6 +208,41 @@ static inline ALWAYS void avx2_scales_6(const uint8_t *block, float *scales, flo
     _mm256_storeu_ps(more, _mm256_mul_ps(scale, avx2_floats(_mm_srli_si128(bytes, 8), 1)));
 }
 
+/* Four bits of each, of which two more are elsewhere, less 32. */
+static inline ALWAYS void avx2_scales_4(const uint8_t *block, float *scales)
+{
+    __m256i places = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14), low = _mm256_set1_epi32((int)read_word(block + 4));
+    __m256i high = _mm256_srlv_epi32(_mm256_set1_epi32(read_short(block + 2)), places);
+    low = _mm256_and_si256(_mm256_srlv_epi32(low, _mm256_add_epi32(places, places)), _mm256_set1_epi32(15));
+    high = _mm256_and_si256(_mm256_slli_epi32(high, 4), _mm256_set1_epi32(48));
+    __m256 numbers = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_or_si256(low, high), _mm256_set1_epi32(32)));
+    __m128 scale = _mm_cvtph_ps(_mm_cvtsi32_si128(read_short(block)));
+    _mm256_storeu_ps(scales, _mm256_mul_ps(_mm256_broadcastss_ps(scale), numbers));
+}
+
+static inline int avx2_has_sixteens(int format)
+{
+    return format == Q3_K || (format > IQ4_XS && format < FORMATS_END);
+}
+
+/* Of formats with a scale of each 16, those that `scales_*` find: of the first 16 of a block and of the others. */
+static void avx2_scales_16(int format, const uint8_t *block, float *scales, float *more)
+{
+    float all[16];
+    switch (format) {
+#define OF(FORMAT, format, ...)                                                                                        \
+    case FORMAT:                                                                                                       \
+        scales_##format(block, all);                                                                                   \
+        break;
+        I_QUANTS(OF)
+#undef OF
+    default:
+        scales_q3_k(block, all);
+    }
+    for (int b = 0; b < 8; b++)
+        scales[b] = all[2 * b], more[b] = all[2 * b + 1];
+}
+
 /* Halves of powers of two, whose exponents are bytes: see `power_of`. */
 static inline ALWAYS __m256 avx2_powers(__m128i bytes)
 {
@@ -226,7 +265,13 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
     else if (format == Q6_K)
         for (; b < eights; b += 8)
             avx2_scales_6(at + b / 8 * bytes, scales + b, more + b);
-    else if (AT_BEGIN(format) && eights > 0) {
+    else if (avx2_has_sixteens(format))
+        for (; b < eights; b += 8)
+            avx2_scales_16(format, at + b / 8 * bytes, scales + b, more + b);
+    else if (format == IQ4_XS)
+        for (; b < eights; b += 8) /* other ones are none */
+            avx2_scales_4(at + b / 8 * bytes, scales + b);
+    else if ((AT_BEGIN(format) || format == IQ4_NL) && eights > 0) {
         for (; b < blocks; b += 8) {
             b = b < blocks - 8 ? b : blocks - 8; /* some of the last eight again */
             const uint8_t *own = at + b * bytes, *after = own + 4 * bytes;
@@ -240,9 +285,10 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
     else if (format == MXFP4_BLOCK)
         for (; b < eights; b += 8) {
             const uint8_t *own = at + b * bytes;
-            __m128i powers = _mm_setr_epi8((char)own[0], (char)own[17], (char)own[34], (char)own[51], (char)own[68], (char)own[85],
-                                           (char)own[102], (char)own[119], 0, 0, 0, 0, 0, 0, 0, 0);
-            _mm256_storeu_ps(scales + b, avx2_powers(powers));
+            uint64_t powers = 0; /* made elsewhere than numbers are */
+            UNROLLED for (int i = 0; i < 8; i++)
+                powers |= (uint64_t)own[17 * i] << 8 * i;
+            _mm256_storeu_ps(scales + b, avx2_powers(_mm_cvtsi64_si128((long long)powers)));
         }
     else if (format == PLAIN)
         for (float own = scale_of(row, 0); b < blocks; b++)

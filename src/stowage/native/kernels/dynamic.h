@@ -116,7 +116,9 @@ static inline ALWAYS void dynamic_codes_of(int format, const Coded *row, int64_t
 
 /* Bytes of a block of 32, or 256. */
 static const int block_bytes_of[FORMATS_END] = {[Q8_0] = 34, [Q4_0] = 18, [Q4_1] = 20, [Q5_0] = 22, [Q5_1] = 24,
-                                                [MXFP4_BLOCK] = 17, [Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210};
+                                                [MXFP4_BLOCK] = 17, [IQ4_NL] = 18, [Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210,
+                                                [IQ4_XS] = 136, [Q3_K] = 110, [IQ2_XXS] = 66, [IQ2_XS] = 74, [IQ2_S] = 82,
+                                                [IQ3_XXS] = 98, [IQ3_S] = 110, [IQ1_S] = 50, [IQ1_M] = 56};
 
 static inline const uint8_t *dynamic_block(int format, const Coded *row, int64_t k)
 {
@@ -152,6 +154,7 @@ static void dynamic_scale(const Linear *job, const Coded *row, int64_t k, float 
     case Q8_0:
     case Q4_0:
     case Q5_0:
+    case IQ4_NL:
         *scale = read_half(block);
         return;
     case Q4_K:
@@ -163,6 +166,10 @@ static void dynamic_scale(const Linear *job, const Coded *row, int64_t k, float 
     case Q6_K:
         *scale = read_half(block + 208) * (float)(int8_t)block[192 + 2 * j];
         *more = read_half(block + 208) * (float)(int8_t)block[193 + 2 * j];
+        return;
+    case IQ4_XS:
+        scales_iq4_xs(block, scales);
+        *scale = scales[2 * j];
         return;
     case MXFP4_BLOCK:
         *scale = power_of(block[0]) * 0.5f;
@@ -236,17 +243,18 @@ static void dynamic_codes(const Linear *job, const Coded *row, int64_t k, uint8_
  * eight of them times inputs are below 2^15, or larger. HERE: scales are in the blocks. LAID: they are laid out before.
  * TURNS: these too, and a byte's halves are neighbours; for few rows inputs are turned instead, and codes at even
  * places are the first 16. */
-enum { SMALL = 2, MEDIUM = 1, LARGE = 0 };
-#define DYNAMIC_HERE(OF)                                                                                               \
+enum { SIGNED = 3 /* of whole numbers */, SMALL = 2, MEDIUM = 1, LARGE = 0 };
+#define DYNAMIC_BEGINS(OF)                                                                                             \
     OF(Q8_0, q8_0, 136, 1, BIASED, LARGE)                                                                              \
     OF(Q4_0, q4_0, 72, 1, BIASED, SMALL)                                                                               \
     OF(Q4_1, q4_1, 80, 1, LEAST, SMALL)                                                                                \
     OF(Q5_0, q5_0, 88, 1, BIASED, MEDIUM)                                                                              \
-    OF(Q5_1, q5_1, 96, 1, LEAST, MEDIUM)                                                                               \
+    OF(Q5_1, q5_1, 96, 1, LEAST, MEDIUM)
+#define DYNAMIC_SUPER(OF)                                                                                              \
     OF(Q4_K, q4_k, 144, 2, LEAST, SMALL)                                                                               \
     OF(Q5_K, q5_k, 176, 2, LEAST, MEDIUM)                                                                              \
-    OF(Q6_K, q6_k, 210, 2, TWO, MEDIUM)                                                                                \
-    OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED, MEDIUM)
+    OF(Q6_K, q6_k, 210, 2, TWO, MEDIUM)
+#define DYNAMIC_HERE(OF) DYNAMIC_BEGINS(OF) DYNAMIC_SUPER(OF) OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED, MEDIUM)
 #define DYNAMIC_LAID(OF) OF(PLAIN, plain, 128, 1, BIASED, LARGE) DYNAMIC_PACKED4(OF)
 #define DYNAMIC_PACKED4(OF)                                                                                            \
     OF(PACKED4, packed4, 128, 1, LEAST, SMALL)                                                                         \

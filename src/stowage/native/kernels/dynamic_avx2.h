@@ -3,6 +3,17 @@
  * Of up to 8 rows a group of four blocks of two outputs at once, whose 8 sums fill a register. Of many see
  * dynamic_avx2_tiles.h.
  */
+/* Inputs of 8 bits are not multiplied with these, but with AVX2 their numbers are made alike. */
+#define AVX2_IQ4(OF) OF(IQ4_NL, iq4_nl, 72, 1, BIASED, LARGE) OF(IQ4_XS, iq4_xs, 136, 2, BIASED, LARGE)
+#define AVX2_SIGNED(OF)                                                                                                \
+    OF(Q3_K, q3_k, 110, 2, TWO, SIGNED)                                                                                \
+    OF(IQ2_XXS, iq2_xxs, 66, 2, TWO, SIGNED)                                                                           \
+    OF(IQ2_XS, iq2_xs, 74, 2, TWO, SIGNED)                                                                             \
+    OF(IQ2_S, iq2_s, 82, 2, TWO, SIGNED)                                                                               \
+    OF(IQ3_XXS, iq3_xxs, 98, 2, TWO, SIGNED)                                                                           \
+    OF(IQ3_S, iq3_s, 110, 2, TWO, SIGNED)                                                                              \
+    OF(IQ1_S, iq1_s, 50, 2, TWO, SIGNED)                                                                               \
+    OF(IQ1_M, iq1_m, 56, 2, TWO, SIGNED)
 enum { AVX2_FEW = 8, AVX2_WIDE = 16, AVX2_TILE = 4, AVX2_AHEAD = 4096, AVX2_BYTES = DYNAMIC_GROUP + 8 }; /* of a group at most */
 
 static inline ALWAYS __m256i avx2_twice(const void *from)
@@ -110,13 +121,17 @@ DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF)
 
 typedef struct {
     int64_t bytes, per; /* of so many groups */
+    DynamicKind kind;
     int size; /* of codes */
     void (*few[3])(const DynamicInputs *, int64_t, const uint8_t *const *, int64_t, const float *const *, __m256 *);
     Avx2Lay lay;
 } Avx2Ways;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
-    [FORMAT] = {B, P, S, {avx2_few_##format##1, avx2_few_##format##2, avx2_few_##format##4}, avx2_lay_##format},
-static const Avx2Ways avx2_ways[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF)};
+    [FORMAT] = {B, P, K, S, {avx2_few_##format##1, avx2_few_##format##2, avx2_few_##format##4}, avx2_lay_##format},
+#define ONLY_NUMBERS(FORMAT, format, B, P, K, S) [FORMAT] = {.bytes = B, .per = P, .kind = K, .size = S},
+static const Avx2Ways avx2_ways[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF) AVX2_IQ4(ONLY_NUMBERS)
+                                                AVX2_SIGNED(ONLY_NUMBERS)};
+#undef ONLY_NUMBERS
 #undef OF
 
 /* Whether a group of PACKED4 is in low halves of bytes and in high ones. */

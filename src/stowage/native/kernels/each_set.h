@@ -6,7 +6,9 @@
 #include "codes_avx2.h"
 #include "dynamic_avx2.h"
 #include "dynamic_avx2_tiles.h"
+#include "tables_avx2.h"
 #include "numbers_avx2.h"
+#include "linear_avx2.h"
 #endif
 #include "formats.h"
 #include "linear.h"
