@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -200,16 +201,14 @@ def _group_step(
         blocks = np.concatenate([table.blocks[blocks_of[begins[i] : begins[i + 1]]] for i, table in enumerate(tables)])
     assert (blocks > PADDING_BLOCK).all(), "a token has no block to go to"
     device = pool.storage.device
-    step = GroupStep(pool, _on(device, blocks), _on(device, positions % group.block_tokens))
+    step = partial(GroupStep, pool, _on(device, blocks), _on(device, positions % group.block_tokens))
     if native(pool, work):
-        return replace(step, runs=_runs(work, begins, addresses, group, strategy))
+        return step(runs=_runs(work, begins, addresses, group, strategy))
     if any(table.has_offloaded for table in tables):
-        return replace(
-            step,
+        return step(
             streams=tuple(_stream_step(w, b, a) for w, b, a in zip(work, begins, addresses, strict=False)),
         )
-    return replace(
-        step,
+    return step(
         decode=_decode_step(work[:decodes], addresses, group, strategy, dtype, device, paged) if decodes else None,
         prefills=tuple(
             _prefill_step(w, begins[i], addresses[i], group, strategy, dtype, device)
@@ -304,4 +303,5 @@ def _bias(allowed: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) 
 
 def _on(device: torch.device, array: NDArray[Any]) -> torch.Tensor:
     """``array`` where the model computes; on a CPU without a copy."""
-    return torch.from_numpy(array).to(device)
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device)

@@ -58,10 +58,11 @@ static inline ALWAYS __m256 avx2_value(__m256i sums, __m256 of_inputs, __m256 of
 }
 
 /* R rows of x, two outputs whose groups are `at`: columns of sums go on from those `kept`. `scales`: of both outputs, then
- * least values or second scales; of blocks that begin with them they are read there. */
+ * least values or second scales; of blocks that begin with them they are read there, and only of those that are `there` (all
+ * bits of a lane are set): others may be no numbers. */
 #define ROWS_OF(FORMAT, format, BYTES, PER, KIND, SIZE, R)                                                                     \
     static void avx2_few_##format##R(const DynamicInputs *x, int64_t x_row, const uint8_t *const at[2], int64_t groups,\
-                                     const float *const scales[4], __m256 *kept)                                       \
+                                     const float *const scales[4], __m256 there UNUSED, __m256 *kept)                  \
     {                                                                                                                  \
         __m256 all[R];                                                                                                 \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
@@ -76,8 +77,9 @@ static inline ALWAYS __m256 avx2_value(__m256i sums, __m256 of_inputs, __m256 of
             }                                                                                                          \
             __m256 own, more;                                                                                          \
             if (AT_BEGIN(FORMAT)) {                                                                                      \
-                own = avx2_halves_of(own_at[0], own_at[1], BYTES / 4);                                                 \
-                more = KIND == LEAST ? avx2_halves_of(own_at[0] + 2, own_at[1] + 2, BYTES / 4) : own;                  \
+                own = _mm256_and_ps(avx2_halves_of(own_at[0], own_at[1], BYTES / 4), there);                           \
+                more = KIND != LEAST ? own                                                                             \
+                                     : _mm256_and_ps(avx2_halves_of(own_at[0] + 2, own_at[1] + 2, BYTES / 4), there);  \
             } else {                                                                                                   \
                 own = avx2_both(scales[0] + 4 * g, scales[1] + 4 * g);                                                 \
                 more = KIND == BIASED ? own : avx2_both(scales[2] + 4 * g, scales[3] + 4 * g);                         \
@@ -123,7 +125,7 @@ typedef struct {
     int64_t bytes, per; /* of so many groups */
     DynamicKind kind;
     int size; /* of codes */
-    void (*few[3])(const DynamicInputs *, int64_t, const uint8_t *const *, int64_t, const float *const *, __m256 *);
+    void (*few[3])(const DynamicInputs *, int64_t, const uint8_t *const *, int64_t, const float *const *, __m256, __m256 *);
     Avx2Lay lay;
 } Avx2Ways;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
@@ -226,26 +228,29 @@ static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
         for (int64_t r = 0, step; r < job->rows; r += step) {
             int way = job->rows - r >= 4 ? 2 : job->rows - r >= 2 ? 1 : 0;
             const DynamicInputs *x = (const DynamicInputs *)job->packed + r * groups;
-            __m256 kept[4] = {{0}, {0}, {0}, {0}};
+            __m256 kept[4];
+            UNROLLED for (int i = 0; i < 4; i++) /* not as their initial values, for which compilers call a slow instruction */
+                kept[i] = _mm256_setzero_ps();
             step = 1 << way;
             for (const Avx2Piece *piece = pieces; piece < pieces + count; piece++) {
                 const uint8_t *at[2];
                 const float *scales[4];
+                int64_t there = piece->left ? (int64_t)piece->left * 4 / piece->ways->bytes : 4; /* blocks of the last group */
+                __m256i lanes = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)there), _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3));
                 for (int i = 0; i < 2; i++) {
                     int64_t own = n + (i < wide ? i : 0), behind = (job->outputs - 1 - own) * job->w_row;
                     /* else codes of what follows are read, which zeros are multiplied with */
-                    int copied = AT_BEGIN(job->format) || behind < piece->ways->bytes;
-                    at[i] = avx2_brought(job, piece, own, copied, brought[i]);
+                    at[i] = avx2_brought(job, piece, own, behind < piece->ways->bytes, brought[i]);
                 }
                 for (int i = 0; i < 4; i++)
                     scales[i] = room + i * blocks + 4 * piece->first;
-                piece->ways->few[way](x + piece->first, groups, at, piece->count, scales, kept);
+                piece->ways->few[way](x + piece->first, groups, at, piece->count, scales, (__m256)lanes, kept);
             }
             for (int64_t i = 0; i < step; i++) {
-                float sums[8], two[2];
-                _mm256_storeu_ps(sums, kept[i]);
-                for (int c = 0; c < 2; c++)
-                    two[c] = ((sums[4 * c] + sums[4 * c + 1]) + sums[4 * c + 2]) + sums[4 * c + 3];
+                __m256 sums = kept[i];
+                UNROLLED for (int lane = 1; lane < 4; lane++)
+                    sums = _mm256_add_ps(sums, _mm256_permute_ps(kept[i], lane));
+                float two[2] = {_mm256_cvtss_f32(sums), _mm_cvtss_f32(_mm256_extractf128_ps(sums, 1))};
                 avx2_finish(job, two, r + i, n, wide);
             }
         }

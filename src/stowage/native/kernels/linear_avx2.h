@@ -133,7 +133,7 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
         for (int p = 0; p < count; p++)
             at[p][i] = avx2_brought(job, pieces + p, own, copied, brought[p][i]);
     }
-    for (int64_t i = 0; i < 2 * rows; i++)
+    UNROLLED for (int i = 0; i < 2 * AVX2_ROWS; i++)
         kept[i] = _mm256_setzero_ps();
     for (int p = 0; p < count; p++) {
         const Avx2Numbers *way = avx2_numbers_way(pieces + p);
