@@ -31,9 +31,10 @@ NEXT = (
     "test_pressure.py::test_abort[waits_for_load-llama]",
     "test_sides.py",
     "test_bookkeeping.py",
+    "test_weights.py",
 )
 """What `make vllm-next` runs with the next release of vLLM too: hybrids, failed loads, events, resets, aborts, drafts,
-other connectors beside it.
+weights that change, other connectors beside it.
 """
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stowage.config.memory import ram_total_bytes
 from tests.nursery import Nursery
 from tests.vllm.conftest import Start
 from tests.vllm.models import FAMILIES, Family
@@ -77,6 +78,7 @@ def assert_slots_fit(arena: dict[str, Any], host: int) -> None:
         ("-1GiB", "host"),
         ("lots", "host"),
         ("64KiB", "set host_memory to at least"),
+        (str(2 * ram_total_bytes()), "this machine or container has"),
     ],
 )
 def test_case_c_a_host_size_that_cannot_be(host: str | None, message: str, nursery: Nursery, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from stowage.plugins.vllm.weights import Changes
+from stowage.plugins.vllm.messages import Step
+from stowage.plugins.vllm.weights import Changes, Validity
+from stowage.plugins.vllm.worker import WorkerSide
 from tests.vllm.conftest import Start
 from tests.vllm.models import FAMILIES
 from tests.vllm.oracle import Engine, Engines, connector, prompt, prove
@@ -89,3 +91,29 @@ def test_every_way_to_change_weights_is_seen(way: str) -> None:
     assert changes.count == 0
     (ways.get(way) or getattr(worker, way))("weights")
     assert changes.count == 1 and done == ["weights"]
+
+
+def test_a_report_that_nobody_took_is_not_of_the_step_behind_a_reset() -> None:
+    changes = Changes(SimpleNamespace(model_runner=SimpleNamespace(reload_weights=lambda: None)))
+    side = WorkerSide([], 0, (0, 0))
+    side.register({}, changes)
+    said = []
+    for number, fresh in ((1, False), (2, False), (3, True), (4, False)):
+        side.begin_loads(Step(number, fresh=fresh))
+        said += [] if number == 2 else [side.report().changed]
+        changes.count += number == 1
+    assert said == [False, False, False], "of steps 1, 3 and 4"
+    changes.count += 1
+    side.begin_loads(Step(5))
+    assert side.report().changed
+
+
+def test_steps_that_were_built_before_a_reset_say_nothing_of_what_is_stored_behind_it() -> None:
+    """vLLM builds a step while the one before is computed."""
+    validity = Validity()
+    assert not validity.was_reset and not validity.fresh(busy=True)
+    assert validity.changed(7) and not validity.changed(8), "told once"
+    validity.reset(9)
+    assert not validity.changed(9) and not validity.stale
+    assert [validity.fresh(busy=busy) for busy in (False, True, True)] == [True, True, False]
+    assert validity.changed(10) and validity.stale and validity.was_reset

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from stowage.config.memory import Memory, parse_size, ram_total_bytes
+from stowage.config.memory import Memory, format_size, parse_size, ram_total_bytes
 from stowage.config.names import all_today, renamed_hint
 from stowage.config.wording import unknown_name
 from stowage.core.geometry import Group, Kind, round_up
 from stowage.core.groups import GroupStrategy
 from stowage.core.resume_points import Points
 from stowage.core.retention import Learner, Retention
-from stowage.errors import ConfigError
+from stowage.errors import BudgetError, ConfigError
 from stowage.plugins.vllm.adapter import GroupShape
 from stowage.storage.lease import Lease, budget_directory
 
@@ -58,10 +58,17 @@ class Options:
     any_parallel_size: bool = False
 
     def lease(self) -> Lease | None:
-        """This engine's part of the node's budget. Raises ``BudgetError`` when so much is not left."""
+        """This engine's part of the node's budget. Raises ``BudgetError`` when so much is not left, or not there."""
+        asked_bytes, total_bytes = self.memory.host_memory_bytes, ram_total_bytes()
+        if asked_bytes > total_bytes:
+            raise BudgetError(
+                f"host_memory is {format_size(asked_bytes)}, and this machine or container has "
+                f"{format_size(total_bytes)} of memory: the engine would be killed when it has filled that. Set "
+                "host_memory to less."
+            )
         if not self.node_bytes:
             return None
-        return Lease(budget_directory("vllm"), self.memory.host_memory_bytes, self.node_bytes)
+        return Lease(budget_directory("vllm"), asked_bytes, self.node_bytes)
 
     def group(self, index: int, shape: GroupShape, nbytes: int) -> Group:
         """A cache group whose blocks have so many bytes on all ranks together."""

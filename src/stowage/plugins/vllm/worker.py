@@ -109,7 +109,7 @@ class WorkerSide:
             self._stale, self._changes_known = False, count
         elif count != self._changes_known:
             self._stale = True
-        self._report.changed |= self._stale
+        self._report.changed = self._stale
 
     def store(self, step: Step) -> None:
         """Copy out what this step has computed. Done when it returns; asking again does nothing."""
