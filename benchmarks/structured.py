@@ -23,10 +23,7 @@ from stowage.engine.sampling import Sampler
 from stowage.engine.sampling_params import SamplingParams, StructuredOutputs
 
 SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 400}
-GRAMMARS = {
-    "pattern": StructuredOutputs(regex="[A-Za-z ,.]{1000,4000}"),
-    "schema": StructuredOutputs(json=SCHEMA),
-}
+GRAMMARS = {"pattern": StructuredOutputs(regex="[A-Za-z ,.]{1000,4000}"), "schema": StructuredOutputs(json=SCHEMA)}
 GOAL = 0.05
 TIMES = ("clock", "processor", "drawing")
 

@@ -35,11 +35,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[torch.nn.Parameter],
-        lr: float,
-        weight_decay: float,
-        momentum: float = 0.95,
+        self, params: Iterable[torch.nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 

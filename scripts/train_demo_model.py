@@ -118,10 +118,7 @@ def token_stream(
 
 
 def batches(
-    documents: tuple[corpus.Document, ...],
-    tokenizer: PreTrainedTokenizerFast,
-    progress: Progress,
-    seed: int,
+    documents: tuple[corpus.Document, ...], tokenizer: PreTrainedTokenizerFast, progress: Progress, seed: int
 ) -> Iterator[torch.Tensor]:
     """Endless (sequences, tokens + 1) batches; every pass shuffles documents and cuts."""
     generator = torch.Generator().manual_seed(seed)
@@ -164,10 +161,7 @@ def optimizers(model: torch.nn.Module, peak: float) -> list[torch.optim.Optimize
 
 
 def train_step(
-    model: Gemma3ForCausalLM,
-    batch: torch.Tensor,
-    steppers: list[torch.optim.Optimizer],
-    rate: float,
+    model: Gemma3ForCausalLM, batch: torch.Tensor, steppers: list[torch.optim.Optimizer], rate: float
 ) -> float:
     """One update at that learning rate; returns the mean loss in nats per token."""
     logits = model(input_ids=batch[:, :-1], use_cache=False).logits
@@ -222,11 +216,7 @@ def train(
             )
             if heldout < lowest:
                 lowest = heldout
-                best = {
-                    "steps": progress.done,
-                    "training_tokens": tokens,
-                    "seconds": round(progress.elapsed()),
-                }
+                best = {"steps": progress.done, "training_tokens": tokens, "seconds": round(progress.elapsed())}
                 save_weights(model, out)
         if ended:
             return best

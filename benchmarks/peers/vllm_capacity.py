@@ -64,10 +64,7 @@ def transfer(told: dict[str, Any]) -> dict[str, Any]:
         name, module, extra = (
             "StowageConnector",
             "stowage.plugins.vllm",
-            {
-                "host_memory": told["host"],
-                "eviction_policy": "lru",
-            },
+            {"host_memory": told["host"], "eviction_policy": "lru"},
         )
     else:
         spec = {"spec_name": "CopyingSpec", "spec_module_path": "vllm_offloading"}

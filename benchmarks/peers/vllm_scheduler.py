@@ -49,10 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "kv_connector_module_path": "stowage.plugins.vllm",
         "kv_connector_extra_config": {"host_memory": "512MiB"},
     },
-    "offloading": {
-        "kv_connector": "OffloadingConnector",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
-    },
+    "offloading": {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}},
     "offloading_128": {
         "kv_connector": "OffloadingConnector",
         "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30, "block_size": 128},

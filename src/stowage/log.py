@@ -49,12 +49,7 @@ class Trouble:
         self._log(logging.ERROR, "fault", text, fields, with_traceback=True)
 
     def _log(
-        self,
-        level: int,
-        event: str,
-        text: str,
-        fields: dict[str, int | float | str],
-        with_traceback: bool = False,
+        self, level: int, event: str, text: str, fields: dict[str, int | float | str], with_traceback: bool = False
     ) -> None:
         assert not fields.keys() & RESERVED
         if not self._logger.isEnabledFor(level):

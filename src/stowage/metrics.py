@@ -171,10 +171,7 @@ _BREAKER: Final = "stowage_tier_breaker_state", "1 for the state that the tier's
 _OPENED: Final = "stowage_tier_breaker_opened_total", "times the tier was left alone because it kept failing"
 _SLAB_USED: Final = "stowage_host_slab_used_bytes", "bytes of the slab that hold chunks"
 _SLAB: Final = "stowage_host_slab_bytes", "bytes of the slab"
-_EXACT: Final = (
-    "stowage_exact",
-    "1: answers are the same to the bit from every tier, in every batch; 0: not so",
-)
+_EXACT: Final = ("stowage_exact", "1: answers are the same to the bit from every tier, in every batch; 0: not so")
 _PREFILL: Final = "stowage_prefill_tokens_per_second", "measured speed of computing prompts; 0: not measured yet"
 _OTHER: Final = "stowage_tier_stat", "a number of a tier that has no metric of its own"
 

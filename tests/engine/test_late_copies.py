@@ -28,12 +28,7 @@ def opened(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
     made: list[tuple[Engine, LateCopies]] = []
 
     def open_engine(  # type: ignore[no-untyped-def]
-        family: str,
-        *,
-        patience: int = 4,
-        failing: tuple[int, ...] = (),
-        context_tokens: int = 4096,
-        **memory: object,
+        family: str, *, patience: int = 4, failing: tuple[int, ...] = (), context_tokens: int = 4096, **memory: object
     ):
         copies = LateCopies(patience, failing)
         monkeypatch.setattr(

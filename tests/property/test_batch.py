@@ -156,11 +156,7 @@ def test_what_the_kernel_refuses_changes_nothing() -> None:
     fields, payloads = drawn([10, 20], 1)
     found = np.full((2, 2), 7, np.uint64)
     kernel = batch._native
-    for bad in (
-        (fields[:1], payloads, found),
-        (fields, payloads[:1], found),
-        (fields, payloads, found[:1]),
-    ):
+    for bad in ((fields[:1], payloads, found), (fields, payloads[:1], found), (fields, payloads, found[:1])):
         with pytest.raises(ValueError, match="another number"):
             kernel.digests(*bad)
     for wrong in ((fields, tuple(payloads), found), (fields, [payloads[0], "text"], found), (fields, payloads)):

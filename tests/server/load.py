@@ -288,18 +288,7 @@ def main() -> int:
         model = tiny_models.write("llama", Path(folder) / "tiny")
         known = known_answers(model)
         disk = ["--disk", f"{folder}/cache:64MiB"]
-        command = [
-            sys.executable,
-            "-m",
-            "stowage",
-            "serve",
-            str(model),
-            "--port",
-            "0",
-            "--json",
-            *FLAGS,
-            *disk,
-        ]
+        command = [sys.executable, "-m", "stowage", "serve", str(model), "--port", "0", "--json", *FLAGS, *disk]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             told = json.loads(server.stdout.readline())

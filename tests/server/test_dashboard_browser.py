@@ -97,10 +97,7 @@ def test_its_numbers_are_those_of_the_metrics(page: Browser, server: Server) -> 
     assert f"{metric('tier_chunks', tier='disk'):,} chunks" in page.text('[data-key="tier disk"]')
     assert [
         int(page.see(f"document.querySelectorAll('#transfers td')[{n}].firstChild.dataset.value")) for n in (2, 3)
-    ] == [
-        metric("tier_read_bytes_total", tier="disk"),
-        metric("tier_written_bytes_total", tier="disk"),
-    ]
+    ] == [metric("tier_read_bytes_total", tier="disk"), metric("tier_written_bytes_total", tier="disk")]
     assert page.text("#now .say") == f"0 of {metric('choices_limit')}"
     assert page.call("troubles") == []
 

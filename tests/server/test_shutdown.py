@@ -121,15 +121,7 @@ def test_a_server_that_was_stopped_leaves_its_port(start) -> None:
 def test_a_port_in_use_is_told_before_the_model_is_loaded(start, tiny_llama: Path, tmp_path: Path) -> None:
     """And the exit status is 2, as for all that cannot be done."""
     server = start()
-    command = [
-        sys.executable,
-        "-m",
-        "stowage",
-        "serve",
-        str(tmp_path / "no model"),
-        "--port",
-        str(server.port),
-    ]
+    command = [sys.executable, "-m", "stowage", "serve", str(tmp_path / "no model"), "--port", str(server.port)]
     environment = {"PYTHONPATH": str(Path(stowage.__file__).parents[1]), "HOME": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "another program listens there" in done.stderr and done.stdout == ""

@@ -102,10 +102,7 @@ LEDGER_DAMAGE: list[tuple[str, Callable[[Books], object]]] = [
     ("map and states disagree", lambda books: books._map._slots._slot_of.pop(keys(1)[0])),
     ("a replacement is not on its way", let_a_replacement_be_ready),
     ("map and keys disagree", swap_two_keys),
-    (
-        "the policy does not know exactly the evictable slots",
-        lambda books: books._policies[0].remove(books.ready),
-    ),
+    ("the policy does not know exactly the evictable slots", lambda books: books._policies[0].remove(books.ready)),
     (
         "the policy does not know exactly the evictable slots",
         lambda books: books._policies[0].insert(books.pinned_ready),

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from stowage.core.geometry import (
-    Geometry,
-    Group,
-    Kind,
-    split_arena,
-)
+from stowage.core.geometry import Geometry, Group, Kind, split_arena
 from stowage.errors import BudgetError, ConfigError
 
 MIB = 1 << 20

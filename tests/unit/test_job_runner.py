@@ -52,12 +52,7 @@ def test_transfers_of_one_deadline_are_read_in_the_order_of_the_disk(tmp_path: P
     before = tier.stats()["read_calls"]
     missing = keys_of("missing")
     loads = [
-        _transfer(
-            1 + part,
-            names[part::3] + (missing if part == 1 else []),
-            length,
-            1e9 + part * apart_s,
-        )
+        _transfer(1 + part, names[part::3] + (missing if part == 1 else []), length, 1e9 + part * apart_s)
         for part in range(3)
     ]
     SwappedBlocks.held = True

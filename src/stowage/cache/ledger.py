@@ -25,17 +25,7 @@ from numpy.typing import NDArray
 
 from stowage.cache.keymap import ABSENT, After, KeyMap, all_true
 from stowage.cache.policy import LRU, MakePolicy
-from stowage.cache.slot_states import (
-    FILLING,
-    FREE,
-    IN_FLIGHT,
-    ONLY_READY,
-    PRIVATE,
-    READY,
-    RESERVED,
-    STALE,
-    gains,
-)
+from stowage.cache.slot_states import FILLING, FREE, IN_FLIGHT, ONLY_READY, PRIVATE, READY, RESERVED, STALE, gains
 from stowage.core.geometry import BoolArray, IntArray, MaskArray
 
 _NONE: IntArray = np.empty(0, np.int64)

@@ -18,14 +18,7 @@ from stowage.core.geometry import Kind
 from stowage.errors import UnsupportedModelError
 from stowage.models.cache_layers import layers_of
 from stowage.models.compat import declared_layer_types
-from stowage.models.layout import (
-    Layer,
-    LayerTensor,
-    ModelLayout,
-    context_tokens,
-    lay_out_groups,
-    visible,
-)
+from stowage.models.layout import Layer, LayerTensor, ModelLayout, context_tokens, lay_out_groups, visible
 from stowage.models.probing import PROBE_TOKENS, Probe, Read, look
 
 _WINDOWED = {"sliding_attention": Kind.SLIDING, "hybrid_sliding": Kind.SLIDING, "chunked_attention": Kind.CHUNKED}

@@ -68,12 +68,7 @@ def rows(
 ) -> tuple[list[Any], list[int]] | None: ...
 def pack_floats(source: memoryview, target: memoryview, /) -> int: ...
 def pack_frames(
-    sources: list[memoryview],
-    most: NDArray[np.int64],
-    step: int,
-    target: memoryview,
-    lengths: NDArray[np.int64],
-    /,
+    sources: list[memoryview], most: NDArray[np.int64], step: int, target: memoryview, lengths: NDArray[np.int64], /
 ) -> None: ...
 def unpack_floats(source: memoryview, target: memoryview, /) -> int: ...
 def unpack_frames(source: memoryview, lengths: NDArray[np.int64], frame_bytes: int, target: memoryview, /) -> int: ...
@@ -82,16 +77,7 @@ def use_steps(name: str | None, /) -> str: ...
 Blocks = tuple[int, int, int, int, int, int]
 
 def linear(
-    x: int,
-    rows: int,
-    inputs: int,
-    x_row: int,
-    group: int,
-    form: int,
-    narrow: bool,
-    threads: int,
-    /,
-    *layers: int,
+    x: int, rows: int, inputs: int, x_row: int, group: int, form: int, narrow: bool, threads: int, /, *layers: int
 ) -> None:
     """`layers`: of each w, scales, y, outputs, w_row."""
 
@@ -126,17 +112,7 @@ def attention(
 ) -> None: ...
 def run_program(code: array[int], buffers: array[int], threads: int, /) -> None: ...
 def norm(
-    x: int,
-    w: int,
-    y: int,
-    rows: int,
-    width: int,
-    eps: float,
-    more: float,
-    half: bool,
-    way: int,
-    threads: int,
-    /,
+    x: int, w: int, y: int, rows: int, width: int, eps: float, more: float, half: bool, way: int, threads: int, /
 ) -> None: ...
 def rotate(cosines: int, sines: int, tokens: int, width: int, half: bool, threads: int, /, *each: int) -> None:
     """`each` of queries and keys: x, out, heads, strides of a token and of a head."""
@@ -168,13 +144,7 @@ def scan(
     """`at`: x, b, c, dt, bias, a, d, state, out, rows."""
 
 def convolve(
-    at: tuple[int, ...],
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...],
-    silu: bool,
-    half: bool,
-    threads: int,
-    /,
+    at: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...], silu: bool, half: bool, threads: int, /
 ) -> None:
     """`at`: x, w, bias, state, out, rows."""
 

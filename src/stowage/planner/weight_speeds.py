@@ -94,11 +94,7 @@ def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, Any]:
         if readers.close():
             ring.close()
         file.close()
-    return {
-        "stream_bytes_per_s": units * _UNIT_BYTES / read_s,
-        "overlap_loss": losses,
-        "mapped_byte_s": mapped_byte_s,
-    }
+    return {"stream_bytes_per_s": units * _UNIT_BYTES / read_s, "overlap_loss": losses, "mapped_byte_s": mapped_byte_s}
 
 
 def _mapped_byte_s(mapped: memoryview, units: int, multiply: Callable[[memoryview], None]) -> float:

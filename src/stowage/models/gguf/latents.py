@@ -14,10 +14,7 @@ from stowage.models.gguf.mixtures import SIGMOID, routed, sigmoid_routed
 from stowage.weights.gguf import GgufFile
 
 _FLASH_TOKENS: Final = 154880
-_GROUPS: Final = {
-    (60, 160): {"n_group": 8, "topk_group": 3},
-    (61, 256): {"n_group": 8, "topk_group": 4},
-}
+_GROUPS: Final = {(60, 160): {"n_group": 8, "topk_group": 3}, (61, 256): {"n_group": 8, "topk_group": 4}}
 """Of DeepSeek-V2, and of V3 and R1, by layers and experts: groups that a router chooses from, which older files do not
 say."""
 _SHARING_CONTEXT: Final = 1 << 20

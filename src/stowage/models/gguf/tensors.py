@@ -35,10 +35,7 @@ _ROPE_FACTORS: Final = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 _EXPERTS: Final = re.compile(
     r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward|mixer)\.)?experts\.(gate_up|up|down)_proj(_bias)?"
 )
-_BIASES: Final = {
-    "e_score_correction_bias": "e_score_correction.bias",
-    "expert_bias": "expert_bias.bias",
-}
+_BIASES: Final = {"e_score_correction_bias": "e_score_correction.bias", "expert_bias": "expert_bias.bias"}
 """Parameters without a module of their own, as the package gguf knows them."""
 
 

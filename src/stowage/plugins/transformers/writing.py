@@ -37,11 +37,7 @@ class Writer:
     """Stores caches of one model in ``store``."""
 
     def __init__(
-        self,
-        store: TieredStore,
-        transfer: CacheTransfer,
-        layout: CacheLayout,
-        strategies: Sequence[GroupStrategy],
+        self, store: TieredStore, transfer: CacheTransfer, layout: CacheLayout, strategies: Sequence[GroupStrategy]
     ) -> None:
         self._store = store
         self._transfer = transfer

@@ -60,16 +60,7 @@ def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Gen
     chat = Conversation(messages(raw), "messages", new_tokens, tools, template, wanted)
     prompt, params, syntax = reader.conversation(chat, params, begin)
     return GenerationRequest(
-        model,
-        (prompt,),
-        n,
-        params,
-        cache_salt,
-        stream,
-        include_usage,
-        logprobs,
-        syntax=syntax,
-        tools=tools,
+        model, (prompt,), n, params, cache_salt, stream, include_usage, logprobs, syntax=syntax, tools=tools
     )
 
 

@@ -133,12 +133,7 @@ class Presence:
     def check(self) -> None:
         """Assert the invariants."""
         with self._lock:
-            sorts: tuple[dict[bytes, Any], ...] = (
-                self._masks,
-                self._absent_until_s,
-                self._suspect,
-                self._unanswered,
-            )
+            sorts: tuple[dict[bytes, Any], ...] = (self._masks, self._absent_until_s, self._suspect, self._unanswered)
             assert all(len(one) <= self._keys_max for one in sorts)
             assert all(self._masks.values()), "a chunk without blocks is present"
             assert not self._masks.keys() & self._absent_until_s.keys(), "a key is present and absent"

@@ -122,11 +122,7 @@ class PlayedModel:
     """Stands for `Runner`. `excused`: sequences whose request may end with an error that is not its fault."""
 
     def __init__(
-        self,
-        loop: Loop,
-        faults: EngineFaults,
-        pools: Sequence[BlockPool],
-        arena: NDArray[np.uint8] | None,
+        self, loop: Loop, faults: EngineFaults, pools: Sequence[BlockPool], arena: NDArray[np.uint8] | None
     ) -> None:
         self._loop = loop
         self._faults = faults
