@@ -21,7 +21,6 @@ from stowage.planner.model import read_model
 from stowage.testing import tiny_models
 from stowage.weights.quantized import codes, modules
 from stowage.weights.quantized.blocks import BlockLinear
-from stowage.weights.quantized.modules import PackedLinear, PackedStack
 from stowage.weights.quantized.stacks import BlockStack
 from tests.depth import mostly_rare
 from tests.weights.conftest import bytes_of, logits, prompt
@@ -44,15 +43,13 @@ def unpacked_into(plain: Any, model: Any) -> Any:
     of_packed = dict(model.named_modules())
     for name, module in plain.named_modules():
         other = of_packed[name]
-        if isinstance(other, PackedLinear | BlockLinear):
+        if isinstance(other, BlockLinear):
             module.weight.data = other.weight
             continue
         if isinstance(module, torch.nn.Embedding):
             continue  # its table is the output layer's, or as it was
         for own in dict(module.named_parameters(recurse=False)):
-            if isinstance(stack := getattr(other, own), PackedStack):
-                getattr(module, own).data = torch.stack([stack[e].dequantized() for e in range(len(stack.packed))])
-            elif isinstance(stack, BlockStack):
+            if isinstance(stack := getattr(other, own), BlockStack):
                 experts = len(getattr(module, own))
                 getattr(module, own).data = torch.stack([stack[e].dequantized() for e in range(experts)])
     return plain

@@ -17,8 +17,9 @@ import torch
 
 from stowage.errors import ConfigError
 from stowage.executor import kernels
+from stowage.weights.quantized.blocks import packings
 from stowage.weights.quantized.codes import form_of
-from stowage.weights.quantized.formats import PLAIN
+from stowage.weights.quantized.formats import PLAIN, Spec
 
 INT8_NAME: Final = "int8-activations/2"
 """Version of the rounding."""
@@ -46,7 +47,7 @@ def check_int8(model: Any) -> None:
 
 def int8_note(model: Any) -> str:
     """What 8-bit activations mean for ``model``, for users."""
-    formats = {spec.name for module in model.modules() for spec in getattr(module, "block_specs", ())}
+    formats = {spec.name for spec in packings(model) if isinstance(spec, Spec)}
     packed = any(form_of(name) for name, _ in model.named_parameters())
     return note_of(formats, packed=packed, half=model.dtype is torch.bfloat16)
 

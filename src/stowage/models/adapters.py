@@ -239,8 +239,8 @@ class Adapters:
 
 def _shape(module: nn.Module) -> tuple[int, int] | None:
     """Outputs and inputs of a linear layer, packed and quantised ones too; ``None`` for others."""
-    if isinstance(module, nn.Linear | BlockLinear) or hasattr(module, "form"):
-        return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
+    if isinstance(module, nn.Linear | BlockLinear):
+        return int(module.out_features), int(module.in_features)
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # GPT-2's: the matrix is the other way round
         return int(module.nf), int(module.nx)  # type: ignore[arg-type]
     return None

@@ -17,6 +17,7 @@ from torch import Tensor
 from stowage.executor import kernels
 from stowage.native import extension as _kernel
 from stowage.weights.quantized.blocks import BlockMatrix
+from stowage.weights.quantized.formats import Spec
 from stowage.weights.quantized.stacks import BlockStack, Run
 
 
@@ -34,9 +35,11 @@ def of_stack(x: Tensor, stack: BlockStack, int8: bool = False) -> list[Stack] | 
     """The pieces of ``stack`` as ``stacked`` takes them for inputs ``x``; ``None``: it does not. ``int8``: where they
     are of whole numbers, inputs are rounded to 8 bits.
     """
-    found = []
+    found, spec = [], stack.how.spec
+    if not isinstance(spec, Spec):
+        return None
     for parts in stack.pieces:
-        one = BlockMatrix(stack.how.spec, {part: values[0] for part, values in parts.items()}, stack.dtype)
+        one = BlockMatrix(spec, {part: values[0] for part, values in parts.items()}, stack.dtype)
         matrix = kernels.int8_product(x, one) if int8 else None
         if matrix is None:
             if not kernels.supports_blocks(x, one):

@@ -1,9 +1,9 @@
-"""Matrices in the format in which they were published, and the modules that compute with them.
+"""Matrices in the format in which they were published, and the modules that compute with quantized matrices.
 
 Instead of its weight, a linear layer has one parameter for each tensor of its format (``q4_k``; ``mxfp4_blocks`` and
-``mxfp4_scales``; ``fp8_codes`` ...); stacked experts have the same with a first dimension of experts. The bytes are
-those of the checkpoint. ``executor.kernels`` multiplies with them directly; without kernels, torch multiplies after
-some outputs at a time were dequantized.
+``mxfp4_scales``; ``fp8_codes``; our own ``int8`` ...); stacked experts have the same with a first dimension of experts.
+The bytes are those of the checkpoint. ``executor.kernels`` multiplies with them directly; without kernels, torch
+multiplies after some outputs at a time were dequantized.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from stowage.weights.quantized.codes import PackedMatrix
+from stowage.weights.quantized.codes import Form, PackedMatrix
 from stowage.weights.quantized.formats import OUTPUTS_TOGETHER, Spec, dequantized, outputs_of, unpacks_at_once
 
+Packing = Spec | Form
+"""How a matrix is packed: in a published format, or in a form of ours."""
 _TILE_ELEMENTS: Final = 1 << 19
 _TILE_ELEMENTS_AT_ONCE: Final = 1 << 26
 """Where dequantizing needs no memory besides its result: 128 MiB of bfloat16, so that all but some output layers are
@@ -27,7 +29,7 @@ _UNPACKING_BYTES: Final = 16
 """Memory for each number that is dequantized at a time: codes as integers, values in float32, the result."""
 
 
-def parameter_names(spec: Spec, own: str = "", pieces: int = 1) -> dict[str, str]:
+def parameter_names(spec: Packing, own: str = "", pieces: int = 1) -> dict[str, str]:
     """The parameter's name for each part of ``spec``: behind ``own``, the name of a stack of experts, or without it in
     a linear layer. With several ``pieces``, for each part of each piece.
     """
@@ -151,12 +153,20 @@ class BlockRows(PackedMatrix):
         )
 
 
+def matrix_of(spec: Packing, parts: Mapping[str, Tensor], dtype: torch.dtype, transposed: bool = False) -> PackedMatrix:
+    """A weight (outputs, inputs) as ``parts``, the tensors of ``spec``; see BlockMatrix."""
+    if isinstance(spec, Spec):
+        return BlockMatrix(spec, parts, dtype, transposed)
+    packed = parts[""]
+    return PackedMatrix(spec, packed if packed.dim() == 1 else packed.reshape(-1), dtype, transposed)
+
+
 class BlockLinear(nn.Module):
     """A linear layer whose weight is the tensors of ``spec``. ``heads``: the number of heads whose outputs have their
     two halves interleaved, in llama.cpp's rotary layout; the forward de-interleaves them. 0: no such heads.
     """
 
-    def __init__(self, spec: Spec, bias: nn.Parameter | None, dtype: torch.dtype, heads: int = 0) -> None:
+    def __init__(self, spec: Packing, bias: nn.Parameter | None, dtype: torch.dtype, heads: int = 0) -> None:
         super().__init__()
         self.spec, self.dtype, self.heads = spec, dtype, heads
         self.in_features, self.out_features = spec.inputs, spec.outputs
@@ -173,8 +183,8 @@ class BlockLinear(nn.Module):
         return out.reshape(*out.shape[:-1], self.heads, -1, 2).transpose(-1, -2).reshape(out.shape)
 
     @property
-    def matrix(self) -> BlockMatrix:
-        return BlockMatrix(self.spec, parts_of(self, self._names), self.dtype)
+    def matrix(self) -> PackedMatrix:
+        return matrix_of(self.spec, parts_of(self, self._names), self.dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -185,11 +195,16 @@ class BlockLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.spec.name}"
 
 
+def packings(model: nn.Module) -> list[Packing]:
+    """How the matrices of ``model`` that it multiplies with are packed; a stack of experts counts once."""
+    return [spec for module in model.modules() for spec in getattr(module, "block_specs", ())]
+
+
 def unpacking_bytes(model: nn.Module, dtype: torch.dtype, at_once: bool = False) -> int:
     """Memory in bytes that multiplying with inputs in ``dtype`` needs for dequantized weights where there are no
     kernels. ``at_once``: on a device, which may dequantize without further memory.
     """
-    specs = {spec for module in model.modules() for spec in getattr(module, "block_specs", ())}
+    specs = {spec for spec in packings(model) if isinstance(spec, Spec)}
     each = [_UNPACKING_BYTES * min(s.outputs, _tile(s)) * s.inputs for s in specs]
     if at_once:
         each += [dtype.itemsize * min(s.outputs, _tile(s, at_once)) * s.inputs for s in specs]
@@ -217,7 +232,7 @@ def joined(each: Sequence[Tensor], dim: int, interleaved: bool = False) -> Tenso
     return torch.stack(list(each), dim=dim + 1).flatten(dim, dim + 1)
 
 
-def put_linear(model: nn.Module, path: str, spec: Spec, dtype: torch.dtype, heads: int = 0) -> BlockLinear:
+def put_linear(model: nn.Module, path: str, spec: Packing, dtype: torch.dtype, heads: int = 0) -> BlockLinear:
     """Replace the linear layer at ``path`` by one of ``spec`` on the meta device; ``dtype``: of dequantized values."""
     parent, _, own = path.rpartition(".")
     plain: Any = model.get_submodule(path)
@@ -226,7 +241,7 @@ def put_linear(model: nn.Module, path: str, spec: Spec, dtype: torch.dtype, head
     return layer
 
 
-def put_matrix(module: nn.Module, own: str, spec: Spec, dtype: torch.dtype, looks_up: bool = False) -> None:
+def put_matrix(module: nn.Module, own: str, spec: Packing, dtype: torch.dtype, looks_up: bool = False) -> None:
     """Replace parameter ``own`` of another kind of module, an embedding or a router, by parameters of ``spec`` on the
     meta device. ``looks_up``: an embedding whose forward only looks up rows.
     """
@@ -239,17 +254,18 @@ def put_matrix(module: nn.Module, own: str, spec: Spec, dtype: torch.dtype, look
 
 
 @functools.lru_cache(maxsize=256)
-def _with_matrix(plain: Any, own: str, spec: Spec, dtype: torch.dtype, looks_up: bool) -> type[nn.Module]:
+def _with_matrix(plain: Any, own: str, spec: Packing, dtype: torch.dtype, looks_up: bool) -> type[nn.Module]:
     names = parameter_names(spec)
-    matrix = property(lambda self: BlockMatrix(spec, parts_of(self, names), dtype))
+    matrix = property(lambda self: matrix_of(spec, parts_of(self, names), dtype))
     members = {own: matrix, "looks_up": looks_up, "block_specs": () if looks_up else (spec,)}
     return type(f"Block{plain.__name__}", (plain,), members)
 
 
-def register(module: nn.Module, spec: Spec, own: str, before: tuple[int, ...]) -> None:
+def register(module: nn.Module, spec: Packing, own: str, before: tuple[int, ...]) -> None:
     """Register parameters of ``spec`` on the meta device, named after ``own``, with leading dimensions ``before``."""
     names = parameter_names(spec, own)
-    for part, (shape, dtype) in spec.tensors().items():
+    tensors = spec.tensors() if isinstance(spec, Spec) else spec.tensors(stacked=bool(before))
+    for part, (shape, dtype) in tensors.items():
         empty = torch.empty((*before, *shape), dtype=dtype, device="meta")
         module.register_parameter(names[part], nn.Parameter(empty, requires_grad=False))
 

@@ -95,6 +95,13 @@ class Form:
         unit = PAGE_BYTES if used >= _WHOLE_PAGES_FROM else _ALIGNED_BYTES
         return -(-used // unit) * unit
 
+    def tensors(self, stacked: bool = False) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of its one tensor; see ``Spec.tensors``. ``stacked``: that of one of many experts, in pages if
+        they are whole.
+        """
+        piece = PAGE_BYTES if self.nbytes % PAGE_BYTES == 0 else self.nbytes
+        return {"": ((self.nbytes // piece, piece) if stacked else (self.nbytes,), torch.uint8)}
+
     def rows(self, on_gpu: bool = False) -> int:
         """Output channels that are unpacked at once; ``on_gpu``: on another device than the CPU."""
         return min(self.outputs, max(1, (_TILE_ELEMENTS_GPU if on_gpu else _TILE_ELEMENTS) // self.inputs))

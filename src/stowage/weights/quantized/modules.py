@@ -1,14 +1,12 @@
-"""Models with packed matrices: which matrices of a model can be packed, and the modules that compute with them.
+"""Models with packed matrices: which matrices of a model can be packed, and how a file that has them is loaded.
 
-A packed linear layer has one parameter of bytes, named after its form, instead of its weight; stacked experts have one
-(experts, pieces, bytes) for each stack. All else of the model is Transformers' own; experts run its loop over the
-chosen ones. Transformers builds such a model because a quantizer is registered with it under ``METHOD``, which replaces
-the modules before anything is loaded.
+The modules that compute with them are those of ``blocks`` and ``stacks``; all else of the model is Transformers' own.
+Transformers builds such a model because a quantizer is registered with it under ``METHOD``, which replaces the modules
+before anything is loaded.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +15,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError
 from stowage.weights.file import safetensors_header
 from stowage.weights.quantized import quantizer
-from stowage.weights.quantized.blocks import put_linear
-from stowage.weights.quantized.codes import FORMS, Form, PackedMatrix, form_of
+from stowage.weights.quantized.blocks import packings, put_linear, put_matrix
+from stowage.weights.quantized.codes import FORMS, Form, form_of
 from stowage.weights.quantized.fitting import Inputs
 from stowage.weights.quantized.stacks import Stacking, put_stacks
 
@@ -38,47 +35,6 @@ by other code than the layer's forward."""
 _OUTPUTS_LEAST, _INPUTS_LEAST = 16, 32
 _SMALLER: Final[Mapping[str, tuple[str, ...]]] = {"q4_k": ("q5_0",), "q5_k": ("q5_1",)}
 """Forms with smaller groups, for matrices that are no multiple of a form's group."""
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose weight is bytes of ``form``."""
-
-    def __init__(self, form: Form, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.form, self.dtype = form, dtype
-        self.in_features, self.out_features = form.inputs, form.outputs
-        empty = torch.empty(form.nbytes, dtype=torch.uint8, device="meta")
-        self.register_parameter(form.name, nn.Parameter(empty, requires_grad=False))
-        self.register_parameter("bias", bias)
-        self._is_hf_initialized = True  # Transformers would fill what it knows with random numbers
-
-    def forward(self, x: Tensor) -> Tensor:
-        matrix: Any = self.matrix  # dispatches to torch function modes, which may have kernels for it
-        return nn.functional.linear(x, matrix, self._parameters["bias"])
-
-    @property
-    def matrix(self) -> PackedMatrix:
-        return PackedMatrix(self.form, self._parameters[self.form.name], self.dtype)  # type: ignore[arg-type]
-
-    @property
-    def weight(self) -> Tensor:
-        """Dequantized, as a new tensor, for code that does more with it than a linear layer."""
-        return self.matrix.dequantized()
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, form={self.form.name}"
-
-
-class PackedStack:
-    """``packed`` (experts, pieces, bytes) as a stack that a module's loop indexes by expert."""
-
-    __slots__ = ("dtype", "form", "packed", "transposed")
-
-    def __init__(self, form: Form, packed: Tensor, dtype: torch.dtype, transposed: bool) -> None:
-        self.form, self.packed, self.dtype, self.transposed = form, packed, dtype, transposed
-
-    def __getitem__(self, expert: Tensor | int) -> PackedMatrix:
-        return PackedMatrix(self.form, self.packed[int(expert)].reshape(-1), self.dtype, self.transposed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +67,8 @@ class Target:
 
     def shape(self, form: Form) -> tuple[int, ...]:
         """The shape of the packed parameter."""
-        if form.spec is not None:
-            return (self.experts, form.outputs, form.row_bytes)[0 if self.experts else 1 :]
-        if not self.experts:
-            return (form.nbytes,)
-        piece = PAGE_BYTES if form.nbytes % PAGE_BYTES == 0 else form.nbytes
-        return (self.experts, form.nbytes // piece, piece)
+        tensors = form.tensors(stacked=self.experts > 0) if form.spec is None else form.spec.tensors()
+        return (self.experts, *tensors[""][0])[0 if self.experts else 1 :]
 
     def pack(self, values: Tensor, form: Form, inputs: Iterable[Inputs | None] = ()) -> Tensor:
         """The packed bytes of ``values``, in the shape that they have in the file. ``inputs``: statistics of the inputs
@@ -201,8 +153,7 @@ def replace(model: Any, names: Sequence[str], dtype: torch.dtype) -> list[Form]:
     Raises CheckpointError when the model has no matrix for one of the packed tensors.
     """
     packed, forms = forms_in(names), list[Form]()
-    stacks: dict[int, tuple[nn.Module, dict[str, tuple[Form, bool]]]] = {}
-    published: dict[int, tuple[nn.Module, dict[str, Stacking]]] = {}
+    stacks: dict[int, tuple[nn.Module, dict[str, Stacking]]] = {}
     for target in list(targets(model)):
         found = next((form for form in FORMS if target.packed_name(form) in packed), None)
         if found is None:
@@ -212,35 +163,17 @@ def replace(model: Any, names: Sequence[str], dtype: torch.dtype) -> list[Form]:
         forms.append(form)
         if isinstance(target.module, nn.Embedding):
             _put_table(model, target, form, dtype)
-            continue
-        if not target.experts:
-            path = target.path.removesuffix(".weight")
-            parent, _, own = path.rpartition(".")
-            if form.spec is not None:
-                put_linear(model, path, form.spec, dtype)
-                continue
-            linear: Any = target.module
-            setattr(model.get_submodule(parent), own, PackedLinear(form, linear.bias, dtype))
-            continue
-        module = target.module
-        if form.spec is not None:
-            stacking = Stacking(form.spec, target.transposed)
-            published.setdefault(id(module), (module, {}))[1][target.own] = stacking
-            continue
-        delattr(module, target.own)
-        empty = torch.empty(target.shape(form), dtype=torch.uint8, device="meta")
-        module.register_parameter(f"{target.own}_{found}", nn.Parameter(empty, requires_grad=False))
-        stacks.setdefault(id(module), (module, {}))[1][target.own] = (form, target.transposed)
+        elif target.experts:
+            stacking = Stacking(form.spec or form, target.transposed)
+            stacks.setdefault(id(target.module), (target.module, {}))[1][target.own] = stacking
+        else:
+            put_linear(model, target.path.removesuffix(".weight"), form.spec or form, dtype)
     if packed:
         raise CheckpointError(
             f"{next(iter(packed))} is packed, and this model has no such matrix: config.json and {FILE} do not belong "
             "together, or Transformers has changed the model. Pack it again: stowage pack MODEL DIR"
         )
-    for module, forms_of in stacks.values():
-        plain: Any = type(module)
-        module._is_hf_initialized = True  # type: ignore[assignment]  # see above
-        module.__class__ = _with_stacks(plain, dtype, tuple(sorted(forms_of.items())))
-    for module, stackings in published.values():
+    for module, stackings in stacks.values():
         put_stacks(module, stackings, dtype)
     return forms
 
@@ -249,59 +182,26 @@ def _put_table(model: Any, target: Target, form: Form, dtype: torch.dtype) -> No
     """Replace an embedding and the output layer that is tied to it; both have one packed parameter."""
     ((copy, _),) = model.all_tied_weights_keys.items()
     path, embedding = copy.rpartition(".")[0], target.module
-    parent, _, own = path.rpartition(".")
-    packed = PackedLinear(form, model.get_submodule(path).bias, dtype)
-    setattr(model.get_submodule(parent), own, packed)
-    delattr(embedding, "weight")
+    packed = put_linear(model, path, form, dtype)
+    put_matrix(embedding, "weight", form, dtype)
     embedding.register_parameter(form.name, packed._parameters[form.name])
-    plain: Any = type(embedding)
-    embedding.__class__ = _with_table(plain, form, dtype)
     model.all_tied_weights_keys = {f"{path}.{form.name}": target.packed_name(form.name)}
 
 
-@functools.lru_cache(maxsize=256)
-def _with_table(plain: Any, form: Form, dtype: torch.dtype) -> type[nn.Module]:
-    """A subclass of ``plain`` embeddings that looks up rows of a packed table, all of which must be in memory."""
-    table = property(lambda self: PackedMatrix(form, self._parameters[form.name], dtype))
-    return type(f"Packed{plain.__name__}", (plain,), {"weight": table, "looks_up": False})
-
-
-@functools.lru_cache(maxsize=256)
-def _with_stacks(plain: Any, dtype: torch.dtype, forms: tuple[tuple[str, tuple[Form, bool]], ...]) -> type[nn.Module]:
-    """A subclass of ``plain`` experts that runs their loop over packed stacks."""
-
-    def stack_of(own: str, form: Form, transposed: bool) -> property:
-        def stack(self: nn.Module) -> PackedStack:
-            packed = self._parameters[f"{own}_{form.name}"]
-            assert packed is not None
-            return PackedStack(form, packed, dtype, transposed)
-
-        return property(stack)
-
-    members: dict[str, Any] = {own: stack_of(own, *how) for own, how in forms}
-    members["stack_forms"] = tuple(form for _, (form, _) in forms)
-    members["forward"] = plain.forward.__wrapped__
-    return type(f"Packed{plain.__name__}", (plain,), members)
-
-
 def packed_forms(model: Any) -> list[Form]:
-    """The forms of all matrices of ``model`` in forms of our own; a stack of experts counts once."""
-    found = list[Form]()
-    for module in model.modules():
-        if isinstance(module, PackedLinear):
-            found.append(module.form)
-        found += getattr(type(module), "stack_forms", ())
-    return found
+    """The forms of all matrices of ``model`` in forms of our own."""
+    return [form for form in packings(model) if isinstance(form, Form)]
 
 
 def has_packed_experts(model: Any) -> bool:
     """Whether ``model`` has experts in a form of our own, which are computed one after the other."""
-    return any(getattr(type(module), "stack_forms", ()) for module in model.modules())
+    stacks = (module for module in model.modules() if hasattr(module, "is_transposed"))
+    return any(isinstance(form, Form) for module in stacks for form in getattr(module, "block_specs", ()))
 
 
 def is_packed(model: Any) -> bool:
     """Whether ``model`` has quantized matrices, in our forms or published formats."""
-    return bool(packed_forms(model)) or any(getattr(module, "block_specs", ()) for module in model.modules())
+    return bool(packings(model))
 
 
 def marked(config: Any) -> dict[str, Any]:

@@ -20,8 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from stowage.weights.quantized.blocks import BlockMatrix, BlockRows, parameter_names, parts_of, register
-from stowage.weights.quantized.codes import PackedMatrix
+from stowage.weights.quantized.blocks import (
+    BlockMatrix,
+    BlockRows,
+    Packing,
+    matrix_of,
+    parameter_names,
+    parts_of,
+    register,
+)
+from stowage.weights.quantized.codes import Form, PackedMatrix
 from stowage.weights.quantized.formats import Spec
 
 DOWN: Final = "down_proj"
@@ -38,7 +46,7 @@ class Stacking:
     ``interleaved``, with alternating rows. ``transposed``: the module expects matrices (inputs, outputs).
     """
 
-    spec: Spec
+    spec: Packing
     transposed: bool = False
     pieces: int = 1
     interleaved: bool = False
@@ -52,11 +60,14 @@ class BlockStack:
     def __init__(self, how: Stacking, pieces: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> None:
         self.how, self.pieces, self.dtype = how, pieces, dtype
 
-    def __getitem__(self, expert: Tensor | int) -> BlockMatrix | BlockRows:
+    def __getitem__(self, expert: Tensor | int) -> PackedMatrix:
         number = int(expert)
         own = [{part: values[number] for part, values in parts.items()} for parts in self.pieces]
-        matrices = [BlockMatrix(self.how.spec, parts, self.dtype, self.how.transposed) for parts in own]
-        return matrices[0] if len(matrices) == 1 else BlockRows(matrices, self.how.interleaved)
+        spec, transposed = self.how.spec, self.how.transposed
+        if len(own) == 1:
+            return matrix_of(spec, own[0], self.dtype, transposed)
+        assert isinstance(spec, Spec), "forms of ours have one piece"
+        return BlockRows([BlockMatrix(spec, parts, self.dtype, transposed) for parts in own], self.how.interleaved)
 
     @property
     def shape(self) -> torch.Size:
@@ -118,6 +129,9 @@ def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, Stacki
     if not hasattr(plain.forward, "__wrapped__"):  # every expert gets all tokens
         return type(f"Block{plain.__name__}", (plain,), members)
     own_loop = plain.forward.__wrapped__
+    if any(isinstance(how.spec, Form) for _, how in stacks):  # computed as Transformers does, one after the other
+        members["forward"] = own_loop
+        return type(f"Block{plain.__name__}", (plain,), members)
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         whole = _forward_grouped if _is_grouped(self) else own_loop
