@@ -134,25 +134,14 @@ def verify(
     model: str | Path,
     memory: Memory,
     *,
-    dtype: str = "auto",
-    device: str = "",
-    deterministic: bool = False,
-    batch_dependent: bool = False,
-    int8_activations: bool = False,
     seed: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    **computed: Any,
 ) -> Report:
-    """Compare; where the engine's answers are exact nothing may differ by a bit. ``progress`` is told each case's name.
-    Raises whatever opening the engine raises.
+    """Compare; where the engine's answers are exact nothing may differ by a bit. ``progress`` is told each case's name;
+    ``computed``: how, as ``Engine`` takes it. Raises whatever opening the engine raises.
     """
-    asked: dict[str, Any] = {
-        "dtype": dtype,
-        "device": device,
-        "deterministic": deterministic,
-        "batch_dependent": batch_dependent,
-        "int8_activations": int8_activations,
-    }
-    opened = partial(runs.opened, model, computed=asked)
+    opened = partial(runs.opened, model, computed=computed)
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     with runs.temporary_directory() as directory:
         tiered = runs.with_tiers(memory, directory)

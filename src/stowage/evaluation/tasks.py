@@ -89,27 +89,16 @@ def evaluate(
     memory: Memory,
     asked: Sequence[Question],
     *,
-    dtype: str = "auto",
-    device: str = "",
-    deterministic: bool = False,
-    batch_dependent: bool = False,
-    int8_activations: bool = False,
     max_new_tokens: int = NEW_TOKENS,
     progress: Callable[[str, int, int], None] = lambda _name, _done, _all: None,
+    **computed: Any,
 ) -> Evaluation:
     """Ask all questions, with every tier off and on. ``progress`` is told the run, how many answers there are, of how
-    many. Raises ModelError for a model without a tokenizer, RequestError for a question that does not fit, and whatever
-    opening the engine raises.
+    many; ``computed``: how, as ``Engine`` takes it. Raises ModelError for a model without a tokenizer, RequestError for
+    a question that does not fit, and whatever opening the engine raises.
     """
     runs: list[tuple[str, str, _Answers]] = []
-    given: dict[str, Any] = {
-        "dtype": dtype,
-        "device": device,
-        "deterministic": deterministic,
-        "batch_dependent": batch_dependent,
-        "int8_activations": int8_activations,
-    }
-    opened = partial(trials.opened, model, computed=given)
+    opened = partial(trials.opened, model, computed=computed)
 
     def take(name: str, engine: Engine, tier: str = "") -> None:
         """One run, in which ``tier`` has to serve something."""
