@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,15 @@ from stowage.weights.quantized.formats import BLOCKS, PLAIN, Spec
 
 def raw_bytes(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def shapes_of(spec: Spec) -> list[Spec]:
+    """The format with matrices of other sizes: no multiple of anything that its blocks allow."""
+    by_inputs = spec.name in ("gptq", "awq")
+    sizes = [(40, 512), (8, 4096 + 512)] if by_inputs else [(37, 256), (5, 4096 + 512), (301, 768)]
+    if spec.format.values <= 32 and (spec.group or 32) < 128:  # no multiple of 128 inputs
+        sizes.append((24 if by_inputs else 7, 4096 + 576))
+    return [replace(spec, outputs=n, inputs=k) for n, k in sizes]
 
 
 def parts_of(spec: Spec, seed: int = 0) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 import gc
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -48,6 +49,20 @@ def pytest_collection_finish() -> None:
     """What was imported, and the tests themselves, are never garbage: nobody looks through them for some again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The directory of a family's tiny checkpoint, written when it is asked for first. None may change it."""
+    from stowage.testing import tiny_models
+
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def checkpoint(family: str, context_tokens: int = 4096) -> Path:
+        path, size = root / f"{family}-{context_tokens}", tiny_models.TinySize(context_tokens=context_tokens)
+        return path if path.exists() else tiny_models.write(family, path, size)
+
+    return checkpoint
 
 
 @pytest.fixture(autouse=True)

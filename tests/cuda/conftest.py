@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.engine.conftest import be_patient, checkpoints_in
+from tests.engine.conftest import be_patient
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +19,3 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     gc.collect()
     torch.cuda.empty_cache()
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))

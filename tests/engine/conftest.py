@@ -1,9 +1,8 @@
-"""Tiny checkpoints, built once per run, and plain Transformers as the reference that every engine answer is held
-against.
-"""
+"""Plain Transformers as the reference that every engine answer is held against."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from stowage.engine.sampling_params import SamplingParams
 from stowage.executor import kernels
 from stowage.executor.batch import ForwardStep, current
 from stowage.executor.block_pool import bytes_needed
-from stowage.testing import tiny_models
 
 LOGPROB_BOUND = 4e-4
 """float32 sums in another order: the largest difference of a log-probability that is not an error. Of tiny models the
@@ -29,6 +27,17 @@ one of Qwen3-Next amplifies rounding most: against float64 plain Transformers is
 
 INSTRUCTIONS = ["base", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
 """Sets of them that kernels are compiled for."""
+
+
+def each_instruction_set() -> Iterator[str]:
+    """In use, one after the other: those that this processor has."""
+    try:
+        for name in INSTRUCTIONS:
+            with contextlib.suppress(ValueError):
+                kernels._kernel.use_instructions(name)
+                yield name
+    finally:
+        kernels._kernel.use_instructions(None)
 
 
 @pytest.fixture(params=INSTRUCTIONS)
@@ -97,17 +106,6 @@ class Reference:
         return self._known[key]
 
 
-def checkpoints_in(root: Path) -> Callable[..., Path]:
-    """The directory of a family's tiny checkpoint, written under ``root`` when it is asked for first."""
-
-    def checkpoint(family: str, context_tokens: int = 4096) -> Path:
-        path = root / f"{family}-{context_tokens}"
-        size = tiny_models.TinySize(context_tokens=context_tokens)
-        return path if path.exists() else tiny_models.write(family, path, size)
-
-    return checkpoint
-
-
 def be_patient(monkeypatch: pytest.MonkeyPatch, least_s: float = 30.0) -> None:
     """Engines load whatever a tier has, and wait at least so long for it."""
     monkeypatch.setattr(cost_model, "_DEADLINE_LEAST_S", least_s)
@@ -119,11 +117,6 @@ def assert_nothing_is_pinned(engine: Engine) -> None:
     """In host memory, once what is being spilled has come to its tier: until then it is."""
     assert engine.flush()
     assert engine.store.stats()["chunks_pinned"] == 0  # type: ignore[union-attr]
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="session")

@@ -18,19 +18,14 @@ from stowage.executor.fused import experts
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.formats import BLOCKS, Spec, dequantized
 from stowage.weights.quantized.stacks import BlockStack, Stacking, stacked_linear
-from tests.block_formats import HALVES, SPECS, parts_of, scale
+from tests.block_formats import HALVES, SPECS, parts_of, scale, shapes_of
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
 ODD = {"fp8": ((130, 200), (37, 4128)), "f16": ((37, 75),), "bf16": ((37, 75),), "f32": ((37, 75),)}
 
 
-def shapes_of(spec: Spec) -> list[Spec]:
-    """The format with matrices of other sizes: no multiple of anything that its blocks allow."""
-    by_inputs = spec.name in ("gptq", "awq")
-    sizes = [(40, 512), (8, 4096 + 512)] if by_inputs else [(37, 256), (5, 4096 + 512), (301, 768)]
-    if spec.format.values <= 32 and (spec.group or 32) < 128:  # no multiple of 128 inputs
-        sizes.append((24 if by_inputs else 7, 4096 + 576))
-    return [replace(spec, outputs=n, inputs=k) for n, k in [*sizes, *ODD.get(spec.name, ())]]
+def all_shapes_of(spec: Spec) -> list[Spec]:
+    return [*shapes_of(spec), *(replace(spec, outputs=n, inputs=k) for n, k in ODD.get(spec.name, ()))]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.block_rows}-{spec.group}-{spec.zeros}")
@@ -38,7 +33,7 @@ def shapes_of(spec: Spec) -> list[Spec]:
 def test_products_have_the_bits_of_those_with_unpacked_weights(
     instructions: None, spec: Spec, dtype: torch.dtype
 ) -> None:
-    for one in shapes_of(spec):
+    for one in all_shapes_of(spec):
         parts = parts_of(one, seed=one.inputs)
         matrix, plain = BlockMatrix(one, parts, dtype), dequantized(one, parts, dtype)
         x = torch.randn(300, one.inputs, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -32,10 +32,11 @@ FAMILIES = ("llama", "gemma3", "nemotron_h")
 
 
 class FailingTransfer:
-    """Passes copies on until told to fail."""
+    """Passes copies of ``engine`` on until told to fail."""
 
-    def __init__(self, real):
-        self.real, self.failing = real, set()
+    def __init__(self, engine, *failing):
+        self.real, self.failing = engine._kv_manager.transfer, set(failing)
+        engine._kv_manager.transfer = self
 
     def store(self, plan, storage):
         if "store" in self.failing:
@@ -75,9 +76,7 @@ def ask(engine, references, family, prompt=PROMPT):
 def test_failed_copy_to_host(family, engines, references):
     """F2: nothing was stored, nothing is found, and later stores work."""
     engine = engines(family, host_memory="32MiB", snapshot_tokens=128)
-    transfer = FailingTransfer(engine._kv_manager.transfer)
-    engine._kv_manager.transfer = transfer
-    transfer.failing = {"store"}
+    transfer = FailingTransfer(engine, "store")
     ask(engine, references, family)
     assert engine.stats()["engine"]["copies_failed"] > 0
     transfer.failing = set()
@@ -91,8 +90,7 @@ def test_failed_copy_to_host(family, engines, references):
 def test_failed_copy_to_device(family, engines, references):
     """F2: a recompute, and the blocks of the failed copy are not found by anybody."""
     engine = engines(family, host_memory="32MiB", snapshot_tokens=128)
-    transfer = FailingTransfer(engine._kv_manager.transfer)
-    engine._kv_manager.transfer = transfer
+    transfer = FailingTransfer(engine)
     ask(engine, references, family)
     engine.drop_device_cache()
     transfer.failing = {"load"}

@@ -4,7 +4,6 @@ alone and among other rows.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from stowage.executor import kernels
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.codes import Form, PackedMatrix
 from stowage.weights.quantized.formats import Spec, dequantized
-from tests.block_formats import SPECS, parts_of
+from tests.block_formats import SPECS, parts_of, shapes_of
 from tests.depth import mostly_rare
-from tests.engine.conftest import INSTRUCTIONS
+from tests.engine.conftest import each_instruction_set
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
 INTEGER = [spec for spec in SPECS if spec.name in kernels.INTEGER_FORMATS]
@@ -35,15 +34,6 @@ def named(spec: Spec | Form) -> str:
     return "-".join(str(part) for part in (spec.name, spec.group, getattr(spec, "zeros", ""), spec.outputs))
 
 
-def shapes_of(spec: Spec) -> list[Spec]:
-    """The format with matrices of other sizes: no multiple of anything that its blocks allow."""
-    by_inputs = spec.name in ("gptq", "awq")
-    sizes = [(40, 512), (8, 4096 + 512)] if by_inputs else [(37, 256), (5, 4096 + 512), (301, 768)]
-    if spec.format.values <= 32 and (spec.group or 32) < 128:  # no multiple of 128 inputs
-        sizes.append((24 if by_inputs else 7, 4096 + 576))
-    return [replace(spec, outputs=n, inputs=k) for n, k in sizes]
-
-
 def inputs(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).to(dtype)
 
@@ -59,15 +49,10 @@ def parted(x: Tensor) -> tuple[Tensor, Tensor]:
 def by_set(x: Tensor, matrix: kernels.Matrix) -> dict[str, Tensor]:
     """The product in every instruction set that this processor has."""
     found = {}
-    for name in INSTRUCTIONS:
-        try:
-            kernels._kernel.use_instructions(name)
-        except ValueError:
-            continue
+    for name in each_instruction_set():
         found[name] = kernels.linear_of(x, matrix)
         for rows in ROWS:
             assert torch.equal(kernels.linear_of(x[:rows], matrix), found[name][:rows]), (name, rows)
-    kernels._kernel.use_instructions(None)
     return found
 
 
@@ -186,16 +171,11 @@ def test_zeros_tiny_numbers_and_what_is_no_number() -> None:
     base, *others = by_set(x[:2], matrix).values()
     assert not base[0].any()
     assert all(torch.equal(base, other) for other in others)
-    for name in INSTRUCTIONS:
-        try:
-            kernels._kernel.use_instructions(name)
-        except ValueError:
-            continue
+    for _ in each_instruction_set():
         found = kernels.linear_of(x, matrix)
         assert found[2:4].isnan().all(), "an answer that is none says so"
         assert found[4].isfinite().all()
         assert found[5:].isfinite().all()
-    kernels._kernel.use_instructions(None)
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
@@ -209,17 +189,12 @@ def test_a_row_takes_nothing_from_the_next_one(name: str, scale: float) -> None:
     x = inputs(8, spec.inputs, torch.float32)
     whole = kernels.linear_of(x, kernels.int8_product(x, BlockMatrix(spec, {"": raw}, torch.float32)))
     matrix = kernels.int8_product(x, BlockMatrix(spec, {"": poisoned}, torch.float32))
-    for instructions in INSTRUCTIONS:
-        try:
-            kernels._kernel.use_instructions(instructions)
-        except ValueError:
-            continue
+    for instructions in each_instruction_set():
         for rows in (1, 3, 8):
             found = kernels.linear_of(x[:rows], matrix)
             assert not found[:, 3::3].isfinite().any()
             kept = [at for at in range(10) if at not in (3, 6, 9)]
             assert torch.equal(found[:, kept], whole[:rows, kept]), instructions
-    kernels._kernel.use_instructions(None)
 
 
 def test_threads_strides_and_biases_change_nothing() -> None:

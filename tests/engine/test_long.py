@@ -290,13 +290,12 @@ def test_from_disk(opened, tmp_path):
     first.close()
     engine = opened("llama", 25, **stored)
     copied = []
-    real = engine._kv_manager.transfer
-    engine._kv_manager.transfer = FailingTransfer(real)
-    engine._kv_manager.transfer.load = lambda plan, storage: copied.append(plan.copies)
+    transfer = FailingTransfer(engine)
+    transfer.load = lambda plan, storage: copied.append(plan.copies)
     (completion,) = engine.generate([PROMPT], greedy(NEW_TOKENS))
     world_of("llama").check(PROMPT, completion)
     assert completion.reused_tokens["disk"] == 288 and not copied
-    engine._kv_manager.transfer = real
+    engine._kv_manager.transfer = transfer.real
 
 
 def test_cancelled(opened):
@@ -333,10 +332,7 @@ def test_copies_that_fail(opened):
     and once copies work again it is answered too.
     """
     engine = opened("llama", 25)
-    real = engine._kv_manager.transfer
-    transfer = FailingTransfer(real)
-    engine._kv_manager.transfer = transfer
-    transfer.failing = {"store"}
+    transfer = FailingTransfer(engine, "store")
     long, short = engine.submit(PROMPT, greedy(NEW_TOKENS)), engine.submit(PROMPT[:20], greedy(4))
     assert long.wait(30) and short.wait(30), "a request hangs"
     world_of("llama").check(PROMPT[:20], short.result())

@@ -17,7 +17,7 @@ from torch import Tensor
 from stowage.core.geometry import Kind
 from stowage.executor import kernels
 from stowage.models.layout import visible
-from tests.engine.conftest import INSTRUCTIONS
+from tests.engine.conftest import INSTRUCTIONS, each_instruction_set
 from tests.threads import using_threads
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
@@ -83,17 +83,10 @@ def test_a_matrix_whose_inputs_come_first_gives_the_bits_of_others(rows, inputs,
     x, whole = numbers(rows, inputs, dtype=dtype), numbers(inputs + 3, outputs + 9, seed=1, dtype=dtype)
     first = data.draw(st.integers(0, 9))
     weight = whole[2 : 2 + inputs, first : first + outputs].T
-    for instructions in INSTRUCTIONS:
-        try:
-            kernels._kernel.use_instructions(instructions)
-        except ValueError:  # this processor does not have them
-            continue
-        try:
-            with using_threads(threads):
-                assert kernels.supports(x, weight)
-                found, expected = kernels.linear(x, weight), kernels.linear(x, weight.contiguous())
-        finally:
-            kernels._kernel.use_instructions(None)
+    for instructions in each_instruction_set():
+        with using_threads(threads):
+            assert kernels.supports(x, weight)
+            found, expected = kernels.linear(x, weight), kernels.linear(x, weight.contiguous())
         assert torch.equal(found, expected), instructions
 
 

@@ -12,7 +12,6 @@ import pytest
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.sampling_params import SamplingParams
-from tests.engine.conftest import checkpoints as checkpoints
 from tests.machines import machine
 from tests.machines.machine import Machine, live
 from tests.machines.network import MACHINES, Loopback, Namespaces, Network, obstacle

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from stowage.testing import tiny_models
 from tests.engine.conftest import Reference, be_patient
 from tests.second_device.build import register
 
@@ -24,13 +25,6 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+def references(checkpoints: Callable[..., Path]) -> Callable[[str], Reference]:
     """Plain ``generate()`` on the CPU."""
-    known: dict[str, Reference] = {}
-
-    def reference(family: str) -> Reference:
-        if family not in known:
-            known[family] = Reference(tiny_models.write(family, tmp_path_factory.mktemp("checkpoints") / family))
-        return known[family]
-
-    return reference
+    return functools.cache(lambda family: Reference(checkpoints(family)))

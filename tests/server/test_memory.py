@@ -9,6 +9,7 @@ import os
 import random
 import threading
 import time
+from functools import partial
 
 import httpx
 import pytest
@@ -24,6 +25,7 @@ from stowage.server.served_model import ServedModel
 from stowage.server.supervisor import EngineSupervisor
 from tests.nursery import wait_until
 from tests.server.wire import connected, request
+from tests.threads import together
 
 TEXT = "/v1/completions"
 MiB = 1 << 20
@@ -67,11 +69,7 @@ def test_many_threads() -> None:
             reservation.close()
             reservation.note(100)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(partial(work, seed) for seed in range(6))
     assert max(most) <= 8 * MiB and memory.held_bytes == 0
 
 

@@ -8,14 +8,16 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.threads import together
 
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="make sglang installs it")
 
@@ -298,11 +300,7 @@ def test_several_threads(make: Make) -> None:
         except Exception as error:  # noqa: BLE001 whatever it is
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(partial(work, seed) for seed in range(8))
     assert not errors
     half = 128 * PAGE
     assert torch.equal(pool.buffer[:, :half], pool.buffer[:, half:])

@@ -101,27 +101,25 @@ class TestS3(TierConformance):
         return ObjectTier(f"{self.url}/{uuid.uuid4().hex}", NAMESPACE)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-class TestValkey(TierConformance):
-    keeps_bytes = 8 * MIB
-    examples = few_or_all(20, 80)
-
+class OnValkey(TierConformance):
     @pytest.fixture(autouse=True)
     def address(self, redis: RedisServer) -> None:
         type(self).url = redis.url
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+class TestValkey(OnValkey):
+    keeps_bytes = 8 * MIB
+    examples = few_or_all(20, 80)
 
     def make_tier(self, directory: Path) -> RemoteTier:
         return ValkeyTier(f"{self.url}?prefix={uuid.uuid4().hex}", NAMESPACE)
 
 
 @pytest.mark.slow
-class TestCrowdedValkey(TierConformance):
+class TestCrowdedValkey(OnValkey):
     examples = 12
-
-    @pytest.fixture(autouse=True)
-    def address(self, redis: RedisServer) -> None:
-        type(self).url = redis.url
 
     def make_tier(self, directory: Path) -> RemoteTier:
         return ValkeyTier(f"{self.url}?prefix={uuid.uuid4().hex}", NAMESPACE, bounds=CROWDED, transfers_max=2)
@@ -140,14 +138,10 @@ class TestAskedDirectory(TierConformance):
 
 
 @pytest.mark.slow
-class TestAskedValkey(TierConformance):
+class TestAskedValkey(OnValkey):
     keeps_bytes = 8 * MIB
     persistent = True
     examples = 12
-
-    @pytest.fixture(autouse=True)
-    def address(self, redis: RedisServer) -> None:
-        type(self).url = redis.url
 
     def make_tier(self, directory: Path) -> Asked:
         return Asked(ValkeyTier(f"{self.url}?prefix={directory.name}", NAMESPACE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from stowage.errors import ConfigError
 from stowage.storage import key_file as keys
 from tests.depth import mostly_rare
 from tests.engine.conftest import Reference, assert_same, check_and_close, greedy, random_prompt
-from tests.engine.conftest import checkpoints as checkpoints
 from tests.engine.conftest import references as references
+from tests.threads import together
 from tests.tiers.proxy import Mood, proxied
 from tests.tiers.servers import RedisServer
 
@@ -198,11 +199,7 @@ def test_many_requests_at_once(url: str, engines: Any, references: References) -
         except BaseException as error:  # noqa: BLE001 - handed over to the test
             errors.append(error)
 
-    threads = [threading.Thread(target=client, args=(engine, n)) for n in range(4) for engine in both]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(partial(client, engine, n) for n in range(4) for engine in both)
     assert not errors
     for engine in both:
         assert engine.flush(60)

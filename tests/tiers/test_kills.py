@@ -28,6 +28,13 @@ print("begun", flush=True)
 for number in range(first + 1, first + 100000, 4):
     client.store(range(number, number + 4), length={LENGTH})
 """
+ENVIRONMENT = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+
+
+def ends_well(program: str, *arguments: str) -> None:
+    command = [sys.executable, "-c", program, *arguments]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.slow
@@ -35,9 +42,7 @@ def test_a_process_dies_in_the_middle_of_a_store(url: str, tiers: Callable[..., 
     for turn in range(4):
         first = 1_000_000 * turn
         command = [sys.executable, "-c", PROGRAM, url, str(first)]
-        writer = subprocess.Popen(
-            command, stdout=subprocess.PIPE, env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}, text=True
-        )
+        writer = subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True)
         assert writer.stdout is not None and writer.stdout.readline() == "begun\n"
         time.sleep(0.05 * turn)
         writer.kill()
@@ -53,14 +58,7 @@ def test_a_process_dies_in_the_middle_of_a_store(url: str, tiers: Callable[..., 
 
 def test_a_process_that_never_closes_its_tier_ends(url: str) -> None:
     program = PROGRAM.replace("100000", "5") + "client.begin(True, [1], 300_000, 0, 1e18)\n"
-    ended = subprocess.run(
-        [sys.executable, "-c", program, url, "0"],
-        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    ends_well(program, url, "0")
 
 
 def test_a_child_process_that_throws_its_copy_away_disturbs_nothing(redis: RedisServer) -> None:
@@ -85,11 +83,4 @@ for how in ("exit", "close", "forget"):
     assert client.load(range(8)).ok.all()
 assert client.count("retries") == client.count("read_errors") == 0, "a connection was deaf"
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program, f"{redis.url}?prefix=fork-{time.monotonic_ns()}"],
-        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    ends_well(program, f"{redis.url}?prefix=fork-{time.monotonic_ns()}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from stowage.storage.disk.system import System
 from stowage.storage.protocol import Described, Waitable
 from stowage.testing.faults import FaultyFileSystem
-from tests.disk_client import Client, descriptors, keys_of, payload, segments
+from tests.disk_client import Client, descriptors, keys_of, segments
 
 MIB = 1 << 20
 
@@ -28,23 +27,6 @@ def test_what_was_stored_is_loaded(tmp_path: Path, length: int, direct: bool) ->
         assert outcome.ok.all() and outcome.masks.tolist() == masks and outcome.error == ""
         assert client.stats()["direct"] == direct, "the file system under the tests should take direct I/O"
         client.check()
-
-
-def test_buffers_need_not_be_aligned(tmp_path: Path) -> None:
-    lengths = [1, 4096, 10_000, 5 * MIB + 1]
-    names = keys_of(*lengths)
-    with Client(tmp_path / "c") as client:
-        whole = memoryview(bytearray(sum(lengths) + 1))
-        starts = np.cumsum([1, *lengths]).tolist()
-        buffers = [whole[start : start + length] for start, length in zip(starts, lengths, strict=False)]
-        for name, buffer in zip(names, buffers, strict=True):
-            buffer[:] = payload(name, buffer.nbytes)
-        assert client.outcome(client.begin("store", client.transfer(names, buffers))).ok.all()
-        before = bytes(whole)
-        whole[:] = bytes(len(whole))
-        assert client.outcome(client.begin("load", client.transfer(names, buffers))).ok.all()
-        assert bytes(whole) == before, "all bytes are back, and none was written beside the buffers"
-        assert client.load(names, lengths).ok.all(), "stored from here, loaded to there"
 
 
 def test_a_mixed_transfer_fails_per_chunk(tmp_path: Path) -> None:

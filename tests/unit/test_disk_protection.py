@@ -55,7 +55,7 @@ def test_what_was_stored_is_loaded_also_after_a_restart(
         client.check()
 
 
-@pytest.mark.parametrize("method", KEYED)
+@pytest.mark.parametrize("method", Method)
 def test_buffers_need_not_be_aligned_and_are_only_read_by_a_store(tmp_path: Path, method: Method) -> None:
     lengths = [1, 4096, 10_000, 5 * MIB + 1]
     names = keys_of(*lengths)
@@ -70,8 +70,8 @@ def test_buffers_need_not_be_aligned_and_are_only_read_by_a_store(tmp_path: Path
         assert bytes(whole) == before, "others read the arena's slots meanwhile"
         whole[:] = bytes(len(whole))
         assert client.outcome(client.begin("load", client.transfer(names, buffers))).ok.all()
-        assert bytes(whole) == before
-        assert client.load(names, lengths).ok.all()
+        assert bytes(whole) == before, "all bytes are back, and none was written beside the buffers"
+        assert client.load(names, lengths).ok.all(), "stored from here, loaded to there"
 
 
 @pytest.mark.parametrize("method", Method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from stowage.cache.circuit_breaker import FAILURES_MAX, OPEN_S
 from stowage.cache.events import Discard, StartLoad, StartStore
@@ -60,12 +61,13 @@ def test_f6_a_hung_read_costs_its_deadline_and_keeps_its_slot() -> None:
     assert at.flow.lookup(0, keys(1), 12.0).tolist() == [FULL] and at.flow.stats()["timeouts"] == 1
 
 
-def test_a_late_failure_is_no_reason_to_discard() -> None:
+@pytest.mark.parametrize("ended_s", [10.0, 10.5])
+def test_a_failure_at_the_deadline_or_later_is_no_reason_to_discard(ended_s: float) -> None:
     at = Setup()
     at.held[0] = dict.fromkeys(keys(1), FULL)
     at.flow.fetch([(0, keys(1))], 10.0, 0.0)
     (load,) = at.actions()
-    at.answer(load, [False], now_s=10.5)
+    at.answer(load, [False], now_s=ended_s)
     assert at.actions() == [] and at.flow.lookup(0, keys(1), 11.0).tolist() == [FULL]
 
 
@@ -207,15 +209,6 @@ def test_a_tier_that_is_left_alone_does_not_hide_the_next_one() -> None:
     assert at.flow.lookup(0, keys(1, 2, 3), 0.0).tolist() == [0, 0b0011, 0b0011]
     assert at.flow.sources(0, keys(1, 2, 3), 0.0).tolist() == [-1, 2, 2]
     assert at.flow.sources(0, keys(1, 2, 3), OPEN_S).tolist() == [1, 1, 2]
-
-
-def test_a_failure_at_the_deadline_is_no_reason_to_discard() -> None:
-    at = Setup()
-    at.held[0] = dict.fromkeys(keys(1), FULL)
-    at.flow.fetch([(0, keys(1))], 10.0, 0.0)
-    (load,) = at.actions()
-    at.answer(load, [False], now_s=10.0)
-    assert at.actions() == []
 
 
 def test_a_hung_spill_is_a_failure_of_its_tier_after_its_limit() -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import stowage
 from stowage.errors import ConfigError
 from stowage.log import JsonFormatter, TextFormatter, Trouble, configure
+from tests.threads import together
 
 
 class Lines(logging.Handler):
@@ -71,11 +71,7 @@ def test_no_event_is_lost_between_threads(lines: Lines) -> None:
         for _ in range(500):
             trouble.report(logging.WARNING, "corrupt", "x")
 
-    threads = [threading.Thread(target=report) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together([report] * 8)
     now[0] = 5.0
     trouble.report(logging.WARNING, "corrupt", "x")
     assert sum(1 + int(str(line.get("suppressed", 0))) for line in lines.json()) == 4001

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, and plain Transformers as what every budget is held against: to the last bit."""
+"""Plain Transformers as what every budget is held against: to the last bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from stowage.evaluation import pack as packing
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps
-from stowage.testing import tiny_models
 from stowage.weights import grouping
 from tests.depth import mostly_rare
 
@@ -33,17 +32,6 @@ def take_tiny_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of tiny models are worth delivering too."""
     monkeypatch.setattr(grouping, "SMALL_BYTES", 256)
     monkeypatch.setattr(grouping, "LEAF_BYTES", 1024)
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    @functools.cache
-    def checkpoint(family: str) -> Path:
-        return tiny_models.write(family, root / family)
-
-    return checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -32,18 +32,16 @@ def fields(config: Any, arch: str) -> dict[str, Any]:
             "ssm.time_step_rank": config.mamba_n_heads,
             "rope.scaling.finetuned": config.position_embedding_type == "rope",
         }
+    if arch in ("falcon-h1", "jamba"):
+        found |= {"ssm.conv_kernel": config.mamba_d_conv, "ssm.state_size": config.mamba_d_state}
     if arch == "falcon-h1":
         found |= {
-            "ssm.conv_kernel": config.mamba_d_conv,
-            "ssm.state_size": config.mamba_d_state,
             "ssm.group_count": config.mamba_n_groups,
             "ssm.inner_size": config.mamba_d_ssm,
             "ssm.time_step_rank": config.mamba_n_heads,
         }
     if arch == "jamba":
         found |= {
-            "ssm.conv_kernel": config.mamba_d_conv,
-            "ssm.state_size": config.mamba_d_state,
             "ssm.inner_size": config.mamba_expand * config.hidden_size,
             "ssm.time_step_rank": config.mamba_dt_rank,
         }
