@@ -80,7 +80,7 @@ def lost_wake_up_of_a_reader(patch: pytest.MonkeyPatch) -> None:
 def lost_wake_up_of_the_engine(patch: pytest.MonkeyPatch) -> None:
     from stowage.storage.disk.tier import DiskTier
 
-    patch.setattr(DiskTier, "_finish", lambda self, outcome: self._outcomes.append(outcome))
+    patch.setattr(DiskTier, "_report", lambda self, outcome: self._outcomes.append(outcome))
 
 
 def outcome_before_the_last_run(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from stowage.log import Trouble
 from stowage.storage.counters import TierCounters
 from stowage.storage.host_table import Layout, Reader, Snapshot, read_changes, read_header
 from stowage.storage.lease import Lease, Published, hold, published
-from stowage.storage.protocol import Inquiry, Outcome, Probe, Transfer
+from stowage.storage.protocol import Inquiry, Outcome, Probe, Reporter, Transfer
 
 READERS_MAX: Final = 4
 TRANSFERS_MAX: Final = 64
@@ -41,7 +40,7 @@ class _Known:
     snapshot: Snapshot
 
 
-class NeighbourTier:
+class NeighbourTier(Reporter):
     """Implements Tier, Waitable, Probing, Described and ReadOnly (stowage.storage.protocol). ``lease``: this engine's
     part of the budget; the neighbours are those with another part of it.
     """
@@ -49,13 +48,12 @@ class NeighbourTier:
     read_only = True
 
     def __init__(self, lease: Lease, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self.name = "neighbours"
-        self.wake: Callable[[], None] = lambda: None
         self._lease = lease
         self._clock = clock
         self._known: dict[Path, _Known] = {}
         self._gone: set[bytes] = set()
-        self._outcomes: deque[Outcome] = deque()
         self._under_way = 0
         self._turn = threading.Lock()
         self._closed = False
@@ -173,12 +171,7 @@ class NeighbourTier:
 
     def _finish(self, transfer: Transfer, ok: NDArray[np.bool_], masks: NDArray[np.uint64]) -> None:
         """What did not come says nothing of this tier: it was evicted there, or the neighbour has ended."""
-        self._outcomes.append(Outcome(transfer.id, ok, masks, "" if ok.all() else "not there any more", refused=True))
-        self.wake()
-
-    def poll(self) -> list[Outcome]:
-        """The outcomes since the last call."""
-        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+        self._report(Outcome(transfer.id, ok, masks, "" if ok.all() else "not there any more", refused=True))
 
     def discard(self, keys: list[bytes]) -> None:
         """Nothing: they are the neighbours'."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from stowage.log import Trouble
 from stowage.storage.circular_log import CircularLog, Piece
 from stowage.storage.counters import TierCounters
 from stowage.storage.host import map_memory
-from stowage.storage.protocol import Outcome, Transfer
+from stowage.storage.protocol import Outcome, Reporter, Transfer
 
 TRANSFERS_MAX: Final = 64
 LOADED_BYTES: Final = 4 << 20
@@ -67,7 +66,7 @@ class _Under:
     refused: bool = False
 
 
-class PackedMemoryTier:
+class PackedMemoryTier(Reporter):
     """Implements Tier, Waitable and Described (stowage.storage.protocol). Raises ConfigError when the machine lacks the
     memory.
 
@@ -75,8 +74,8 @@ class PackedMemoryTier:
     """
 
     def __init__(self, limit_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self.name = "packed"
-        self.wake: Callable[[], None] = lambda: None
         self._clock = clock
         self._mapping = map_memory(limit_bytes, "host_packed")
         self._view = memoryview(self._mapping)
@@ -87,7 +86,6 @@ class PackedMemoryTier:
         self._moving: dict[bytes, tuple[_Chunk, NDArray[np.uint8]]] = {}  # not in the log now; not found meanwhile
         self._may_move_bytes = self._filled_bytes = 0
         self._change = threading.Condition()
-        self._outcomes: deque[Outcome] = deque()
         self._under_way = {True: 0, False: 0}
         self._closed = False
         self._counters = TierCounters((*_COUNTERS, *_TROUBLES), {}, Trouble("stowage.packed"))
@@ -150,12 +148,7 @@ class PackedMemoryTier:
             self._finish(under, ", ".join(sorted(under.errors)), under.refused)
 
     def _finish(self, under: _Under, error: str, refused: bool) -> None:
-        self._outcomes.append(Outcome(under.transfer.id, under.ok, under.masks, error, refused))
-        self.wake()
-
-    def poll(self) -> list[Outcome]:
-        """The outcomes since the last call."""
-        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+        self._report(Outcome(under.transfer.id, under.ok, under.masks, error, refused))
 
     def discard(self, keys: list[bytes]) -> None:
         """Forgets the keys. Their bytes go when their turn comes."""

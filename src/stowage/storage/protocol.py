@@ -15,6 +15,7 @@ load fails before its deadline is taken for damaged and discarded; one that was 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -103,6 +104,22 @@ class Waitable(Protocol):
     """
 
     wake: Callable[[], None]
+
+
+class Reporter:
+    """What tiers with workers have in common: workers report outcomes, from any thread, and `poll` hands them on."""
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self._outcomes: deque[Outcome] = deque()
+
+    def _report(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        self.wake()
+
+    def poll(self) -> list[Outcome]:
+        """The outcomes since the last call."""
+        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
 
 @runtime_checkable

@@ -7,7 +7,6 @@ blocks except `close`, and the constructor, which reads the footers of what the 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from stowage.storage.disk.system import System
 from stowage.storage.format.compression import Compression
 from stowage.storage.format.protection import Protection
 from stowage.storage.format.segment import round_up
-from stowage.storage.protocol import Outcome, Transfer
+from stowage.storage.protocol import Outcome, Reporter, Transfer
 
 SEGMENT_BYTES: Final = 256 << 20
 SEGMENT_BYTES_SMALL: Final = 4 << 20
@@ -48,7 +47,7 @@ def least_limit_bytes(chunk_bytes: int) -> int:
     return OWN_BYTES + segment_bytes_for(chunk_bytes)
 
 
-class DiskTier:
+class DiskTier(Reporter):
     """Implements Tier, Waitable and Described (stowage.storage.protocol).
 
     `limit_bytes` bounds the whole directory, whoever writes in it. `chunk_bytes_max` (0: not known) is the longest
@@ -82,11 +81,10 @@ class DiskTier:
         system: System | None = None,
     ) -> None:
         assert len(namespace) == 32 and readers > 0 and transfers_max > 0
-        self.wake: Callable[[], None] = lambda: None
+        super().__init__()
         self._limit_bytes = limit_bytes
         self._protection = protection or Protection()
         self._system = system or System()
-        self._outcomes: deque[Outcome] = deque()
         self._counters = Counters(Trouble("stowage.disk", self._system.timer))
         self._closed = False
         path = Path(directory)
@@ -113,7 +111,7 @@ class DiskTier:
             namespace,
             transfers_max,
             self._system,
-            self._finish,
+            self._report,
             PackingRates(self._system.timer),
         )
         self._loader = Loader(shared, readers=readers, patience_s=patience_s)
@@ -125,10 +123,6 @@ class DiskTier:
             refresh_s=refresh_s,
             compression=Compression(compression),
         )
-
-    def _finish(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        self.wake()
 
     def lookup(self, keys: list[bytes]) -> NDArray[np.uint64]:
         """The valid-block mask of each key, 0 where absent. Other processes' chunks are seen after `refresh_s`."""
@@ -147,7 +141,7 @@ class DiskTier:
     def _drop(self, transfer: Transfer) -> None:
         count = len(transfer.keys)
         self._counters.add("dropped", count)
-        self._finish(
+        self._report(
             Outcome(transfer.id, np.zeros(count, np.bool_), np.zeros(count, np.uint64), "dropped: queue full", True)
         )
 
@@ -155,7 +149,7 @@ class DiskTier:
         """The outcomes since the last call, among them those of queued transfers whose deadline has passed."""
         self._loader.expire()
         self._storer.expire()
-        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+        return super().poll()
 
     def discard(self, keys: list[bytes]) -> None:
         """Forgets the keys in this process. Their bytes stay until their segment goes; another process, or the next

@@ -11,7 +11,6 @@ import contextlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from stowage.log import Trouble
 from stowage.storage.format.compression import Compression
 from stowage.storage.format.protection import Protection
-from stowage.storage.protocol import Inquiry, Outcome, Probe, Transfer
+from stowage.storage.protocol import Inquiry, Probe, Reporter, Transfer
 from stowage.storage.remote.backend import Backend
 from stowage.storage.remote.counters import Counters
 from stowage.storage.remote.event_loop import Worker
@@ -37,7 +36,7 @@ NEWEST_SHARE: Final = 0.25
 STOP_S: Final = 2.0
 
 
-class RemoteTier:
+class RemoteTier(Reporter):
     """Implements Tier, Waitable, Probing and Described (stowage.storage.protocol), over a `Backend`.
 
     `name_of` gives the name of a chunk in the store. `absent_s`: how long what the store does not have is taken not to
@@ -61,8 +60,8 @@ class RemoteTier:
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
         assert len(namespace) == 32 and transfers_max > 0
+        super().__init__()
         self.name = name
-        self.wake: Callable[[], None] = lambda: None
         self._backend = backend
         self._clock = clock
         self._protection = protection or Protection()
@@ -71,7 +70,6 @@ class RemoteTier:
         identity = Identity(namespace, self._protection, name_of, random_bytes, Compression(compression))
         self._transfers = RemoteTransfers(backend, identity, self._presence, self._counters, clock, request_timeout_s)
         self._transfers_max = transfers_max
-        self._outcomes: deque[Outcome] = deque()
         self._change = threading.Condition()
         self._loads = self._stores = self._probes = 0
         self._closed = self._is_stopped = False
@@ -102,7 +100,7 @@ class RemoteTier:
             self._counters.add("dropped", count)
             flight.failures["dropped: queue full"] = count
             flight.refused = True
-            self._finish(flight.outcome())
+            self._report(flight.outcome())
             return
         self._worker.run(self._serve(flight, is_load), partial(self._served, flight, is_load))
 
@@ -142,18 +140,10 @@ class RemoteTier:
         if given_up := flight.unsettled:
             flight.failures["given up: closing"] = given_up
             flight.refused = True
-        self._finish(flight.outcome())
+        self._report(flight.outcome())
         with self._change:
             self._count(is_load, -1)
             self._change.notify_all()
-
-    def _finish(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        self.wake()
-
-    def poll(self) -> list[Outcome]:
-        """The outcomes since the last call."""
-        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def discard(self, keys: list[bytes]) -> None:
         """Forgets the keys in this process, and writes them anew at the next store. The store keeps what it has;

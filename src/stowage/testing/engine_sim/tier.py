@@ -16,7 +16,7 @@ from torch import Tensor
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import SlabClass
 from stowage.errors import TransferError
-from stowage.storage.protocol import Inquiry, Outcome, Probe, Transfer
+from stowage.storage.protocol import Inquiry, Outcome, Probe, Reporter, Transfer
 from stowage.testing.engine_sim.profile import EngineFaults
 from stowage.testing.sim.loop import Process
 from stowage.transfer.cpu import CpuTransfer
@@ -126,16 +126,15 @@ class Shelf:
             del self.chunks[next(iter(self.chunks))]
 
 
-class PlayedTier:
+class PlayedTier(Reporter):
     """A `Tier` and `Waitable` over a shelf."""
 
     def __init__(self, process: Process, faults: EngineFaults, shelf: Shelf, name: str) -> None:
+        super().__init__()
         self.name = name
-        self.wake: Callable[[], None] = lambda: None
         self._process = process
         self._faults = faults
         self._shelf = shelf
-        self._outcomes: list[Outcome] = []
         self._hung: list[Transfer] = []
 
     def lookup(self, keys: list[bytes]) -> NDArray[np.uint64]:
@@ -186,7 +185,7 @@ class PlayedTier:
     def poll(self) -> list[Any]:
         """See `Tier`."""
         self._may_raise("poll_raises")
-        outcomes, self._outcomes = self._outcomes, []
+        outcomes = super().poll()
         lie: list[Any] = ["done"] if self._faults.strikes("poll_lies") else []
         return [*lie, *outcomes]
 
@@ -202,10 +201,6 @@ class PlayedTier:
         for transfer in hung:
             count = len(transfer.keys)
             self._report(Outcome(transfer.id, np.zeros(count, np.bool_), np.zeros(count, np.uint64), refused=True))
-
-    def _report(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        self.wake()
 
     def _later(self, slow: bool, work: Callable[[], None]) -> None:
         chance = self._process.loop.chance
