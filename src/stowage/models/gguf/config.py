@@ -13,10 +13,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.errors import CheckpointError
 from stowage.models.compat import put_among_causal
 from stowage.models.gguf.families import FAMILIES, OWN, entries_of, family_of
-from stowage.models.gguf.fields import alike, head_size, layers_of, number, sizeless
+from stowage.models.gguf.fields import alike, head_size, layers_of, number, sizeless, unread
 from stowage.models.gguf.refusals import refuse_other_arithmetic, refuse_other_windows
 from stowage.weights.gguf import GgufFile
 
@@ -113,10 +113,8 @@ def config_of(file: GgufFile, rope_factors: Mapping[str, NDArray[np.float32]]) -
     """
     family = family_of(file)
     if family is None:
-        raise UnsupportedModelError(
-            f"{file.paths[0]} is a GGUF file of the family {file.architecture[:80] or '(none)'}, which is not read "
-            f"from GGUF: {', '.join(FAMILIES)} are. Give the Hugging Face checkpoint that it was made from."
-        )
+        name, known = file.architecture[:80] or "(none)", ", ".join(FAMILIES)
+        raise unread(file, f"is a GGUF file of the family {name}, which is not read from GGUF: {known} are")
     if (layers := number(file, "block_count")) > len(file.tensors):  # before a list of so many is made
         raise CheckpointError(f"{file.paths[0]} is said to have {layers} layers, and has {len(file.tensors)} tensors.")
     from huggingface_hub.errors import StrictDataclassError
@@ -209,10 +207,8 @@ def _rope(
     theta, partial = entries.pop("rope_theta", 10000.0), entries.pop("partial_rotary_factor", None)
     rope = {"rope_theta": theta, **_scaling(file)}
     if factors and rope["rope_type"] != "default":
-        raise UnsupportedModelError(
-            f"{file.paths[0]} scales its rotary embeddings in the way {rope['rope_type']!r} and by a list of factors "
-            "too, which is not read from GGUF: give the Hugging Face checkpoint that it was made from."
-        )
+        how = f"scales its rotary embeddings in the way {rope['rope_type']!r} and by a list of factors too"
+        raise unread(file, f"{how}, which is not read from GGUF")
     if "rope_factors_short" in factors or "rope_factors_long" in factors:
         rope |= _longrope(file, family, factors)
     if family == "gemma4_text":
@@ -241,10 +237,8 @@ def _longrope(file: GgufFile, family: str, factors: Mapping[str, NDArray[np.floa
     context, own = number(file, "context_length"), number(file, "rope.scaling.original_context_length")
     first = own or (context if family == "minicpm3" else 0)
     if family not in ("minicpm3", "phi3") or len(factors) < 2 or not first:
-        raise UnsupportedModelError(
-            f"{file.paths[0]} scales its rotary embeddings by two lists of factors (longrope), which is read from GGUF "
-            "of phi3 and minicpm3 only: give the Hugging Face checkpoint that it was made from."
-        )
+        how = "scales its rotary embeddings by two lists of factors (longrope)"
+        raise unread(file, f"{how}, which is read from GGUF of phi3 and minicpm3 only")
     lists = {
         f"{name}_factor": [float(str(one)) for one in factors[f"rope_factors_{name}"]] for name in ("short", "long")
     }
@@ -284,10 +278,8 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
         return {"rope_type": "default"}
     positive = isinstance(factor, int | float) and factor > 0 and (kind != "yarn" or factor >= 1)
     if kind not in ("linear", "yarn") or not positive or file.architecture in _UNSCALED:
-        raise UnsupportedModelError(
-            f"{file.paths[0]} scales its rotary embeddings in the way {str(kind)[:40]!r}, which is not read from GGUF: "
-            "give the Hugging Face checkpoint that it was made from."
-        )
+        how = f"scales its rotary embeddings in the way {str(kind)[:40]!r}"
+        raise unread(file, f"{how}, which is not read from GGUF")
     found = {"rope_type": kind, "factor": float(factor)}
     names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
     if kind == "yarn":
@@ -320,10 +312,7 @@ def _llama3(file: GgufFile, factors: NDArray[np.float32], theta: float, high: fl
     short, long = waves < _LLAMA3_TOKENS / high, waves > _LLAMA3_TOKENS / _LLAMA3_LOW
     expected = np.where(long, factor, np.where(short, 1.0, between))
     if not np.allclose(expected, factors, rtol=1e-4):
-        raise UnsupportedModelError(
-            f"{file.paths[0]} scales its rotary embeddings by factors that are not Llama 3's (rope_freqs.weight): give "
-            "the Hugging Face checkpoint that it was made from."
-        )
+        raise unread(file, "scales its rotary embeddings by factors that are not Llama 3's (rope_freqs.weight)")
     return {
         "rope_type": "llama3",
         "factor": factor,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.errors import CheckpointError
 from stowage.models.gguf import gemma, hybrids, kimi, latents, mixtures, windows
-from stowage.models.gguf.fields import layers_of, number, sizeless
+from stowage.models.gguf.fields import layers_of, number, sizeless, unread
 from stowage.models.gguf.mixtures import sigmoid_routed
 from stowage.weights.gguf import GgufFile
 
@@ -98,10 +98,8 @@ def family_of(file: GgufFile) -> str | None:
         return "olmo3"
     if family == "ministral3":
         if number(file, "expert_count"):
-            raise UnsupportedModelError(
-                f"{file.paths[0]} is a mixture of experts of the family mistral3, of which models without experts are "
-                "read from GGUF. Give the Hugging Face checkpoint that it was made from."
-            )
+            what = "is a mixture of experts of the family mistral3"
+            raise unread(file, f"{what}, of which models without experts are read from GGUF")
         return family if f"{file.architecture}.attention.temperature_scale" in file.fields else "mistral"
     if family != "deepseek_v3" or latents.scores_by_sigmoid(file):
         return family

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stowage.errors import CheckpointError
+from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.weights.gguf import GgufFile
 
 
@@ -42,3 +42,25 @@ def of_layers(file: GgufFile, key: str) -> list[int]:
 
 def sizeless(file: GgufFile, what: Any = "how large its heads are") -> CheckpointError:
     return CheckpointError(f"{file.paths[0]} does not say {what}, or nothing that fits; download it again.")
+
+
+def unread(file: GgufFile, what: str) -> UnsupportedModelError:
+    """For a file that is whole, and that the engine would compute otherwise. ``what``: it is, has or does."""
+    return UnsupportedModelError(f"{file.paths[0]} {what}. Give the Hugging Face checkpoint that it was made from.")
+
+
+def latent_sizes(file: GgufFile, whole: int, rotated: int, value: int) -> dict[str, Any]:
+    """Of a config with latent attention, whose heads' keys have ``whole`` numbers, and values ``value``; 0: as many as
+    the config takes it for. Raises CheckpointError.
+    """
+    heads = number(file, "attention.head_count")
+    if not heads or whole <= rotated:
+        raise sizeless(file)
+    return {
+        "kv_lora_rank": number(file, "attention.kv_lora_rank"),
+        "num_key_value_heads": heads,
+        "q_lora_rank": number(file, "attention.q_lora_rank") or None,
+        "qk_nope_head_dim": whole - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": value or None,
+    }

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stowage.models.gguf.fields import layers_of, number, of_layers, sizeless
+from stowage.models.gguf.fields import latent_sizes, layers_of, number, of_layers, sizeless
 from stowage.models.gguf.mixtures import refuse_other_sums, sigmoid_routed
 from stowage.models.gguf.relaid import Layout, Made
 from stowage.weights.gguf import GgufFile
@@ -22,12 +22,12 @@ def kimi_linear(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     refuse_other_sums(file)
     heads, rotated = number(file, "attention.head_count"), number(file, "rope.dimension_count")
     whole, value = (number(file, f"attention.{part}_length_mla") for part in ("key", "value"))
-    if not heads or not value or not rotated or whole <= rotated or not number(file, "kda.head_dim"):
+    if not value or not rotated or not number(file, "kda.head_dim"):
         raise sizeless(file)
     dense = number(file, "leading_dense_block_count")
     return {
         **sigmoid_routed(file, entries),
-        "kv_lora_rank": number(file, "attention.kv_lora_rank"),
+        **latent_sizes(file, whole, rotated, value),
         "layer_types": [
             "full_attention" if n else "linear_attention" for n in of_layers(file, "attention.head_count_kv")
         ],
@@ -36,11 +36,6 @@ def kimi_linear(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
         "linear_num_heads": heads,
         "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers_of(file))],
         "norm_topk_prob": True,
-        "num_key_value_heads": heads,
-        "q_lora_rank": number(file, "attention.q_lora_rank") or None,
-        "qk_nope_head_dim": whole - rotated,
-        "qk_rope_head_dim": rotated,
-        "v_head_dim": value,
     }
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stowage.errors import UnsupportedModelError
-from stowage.models.gguf.fields import layers_of, number, sizeless
+from stowage.models.gguf.fields import latent_sizes, layers_of, number, sizeless, unread
 from stowage.models.gguf.mixtures import SIGMOID, routed, sigmoid_routed
 from stowage.weights.gguf import GgufFile
 
@@ -33,32 +32,21 @@ def deepseek(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes of latents. New files say, as those of a head, what a head without heads of its own would have; what heads
     are made of stands beside that.
     """
-    heads, rotated = number(file, "attention.head_count"), number(file, "rope.dimension_count")
     groups = {} if "n_group" in entries else _GROUPS.get((layers_of(file), number(file, "expert_count")), {})
     whole, value = (
         number(file, f"attention.{part}_length_mla") or number(file, f"attention.{part}_length")
         for part in ("key", "value")
     )
-    if not heads or not value or whole <= rotated:
+    if not value:
         raise sizeless(file)
-    return {
-        **routed(file, {**entries, **groups}),
-        **groups,
-        "kv_lora_rank": number(file, "attention.kv_lora_rank"),
-        "num_key_value_heads": heads,
-        "q_lora_rank": number(file, "attention.q_lora_rank") or None,
-        "qk_nope_head_dim": whole - rotated,
-        "qk_rope_head_dim": rotated,
-        "v_head_dim": value,
-    }
+    sizes = latent_sizes(file, whole, number(file, "rope.dimension_count"), value)
+    return {**routed(file, {**entries, **groups}), **groups, **sizes}
 
 
 def deepseek_v2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     if file.fields.get("deepseek2.expert_weights_norm") is True:
-        raise UnsupportedModelError(
-            f"{file.paths[0]} makes the weights of experts that are chosen by softmax add up to one, which is not "
-            "computed from GGUF of deepseek2. Give the Hugging Face checkpoint that it was made from."
-        )
+        how = "makes the weights of experts that are chosen by softmax add up to one"
+        raise unread(file, f"{how}, which is not computed from GGUF of deepseek2")
     found = deepseek(file, entries)
     grouped = {**entries, **found}["n_group"] > 1
     return {**found, "topk_method": "group_limited_greedy" if grouped else "greedy"}
@@ -67,19 +55,10 @@ def deepseek_v2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
 def minicpm3(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     """By how much embeddings, residuals and logits are scaled stands in llama.cpp's code."""
     whole, rotated = number(file, "attention.key_length"), number(file, "rope.dimension_count")
-    if not rotated or whole <= rotated or not number(file, "attention.kv_lora_rank"):
+    if not rotated or not number(file, "attention.kv_lora_rank"):
         raise sizeless(file)
-    return {
-        "dim_model_base": 256,
-        "kv_lora_rank": number(file, "attention.kv_lora_rank"),
-        "num_key_value_heads": number(file, "attention.head_count"),
-        "q_lora_rank": number(file, "attention.q_lora_rank") or None,
-        "qk_nope_head_dim": whole - rotated,
-        "qk_rope_head_dim": rotated,
-        "scale_depth": 1.4,
-        "scale_emb": 12,
-        "v_head_dim": number(file, "attention.value_length") or None,
-    }
+    sizes = latent_sizes(file, whole, rotated, number(file, "attention.value_length"))
+    return {**sizes, "dim_model_base": 256, "scale_depth": 1.4, "scale_emb": 12}
 
 
 def mistral4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stowage.errors import UnsupportedModelError
-from stowage.models.gguf.fields import layers_of, number, of_layers, sizeless
+from stowage.models.gguf.fields import layers_of, number, of_layers, sizeless, unread
 from stowage.models.gguf.relaid import Layout, Rows
 from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile, GgufTensor
@@ -30,10 +30,8 @@ def routed(_: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
 def sigmoid_routed(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Of families whose routers score by sigmoid in Transformers. Raises UnsupportedModelError."""
     if number(file, "expert_gating_func") not in (0, SIGMOID):
-        raise UnsupportedModelError(
-            f"{file.paths[0]} scores experts in another way than by sigmoid, which is not read from GGUF "
-            f"{file.architecture}. Give the Hugging Face checkpoint that it was made from."
-        )
+        how = "scores experts in another way than by sigmoid"
+        raise unread(file, f"{how}, which is not read from GGUF {file.architecture}")
     return routed(file, entries)
 
 
@@ -42,10 +40,8 @@ def refuse_other_sums(file: GgufFile, *, said: bool = False) -> None:
     say it. Raises UnsupportedModelError.
     """
     if file.fields.get(f"{file.architecture}.expert_weights_norm", not said) is False:
-        raise UnsupportedModelError(
-            f"{file.paths[0]} does not make the weights of chosen experts add up to one, which is not read from GGUF "
-            f"of {file.architecture}. Give the Hugging Face checkpoint that it was made from."
-        )
+        how = "does not make the weights of chosen experts add up to one"
+        raise unread(file, f"{how}, which is not read from GGUF of {file.architecture}")
 
 
 def afmoe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,10 +83,8 @@ def llama4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     """
     sigmoid_routed(file, entries)
     if not number(file, "expert_count") or file.fields.get("llama4.attention.sliding_window", 1) == 0:
-        raise UnsupportedModelError(
-            f"{file.paths[0]} has no experts, or no layers that attend within pieces of a text, which is not read from "
-            "GGUF of llama4. Give the Hugging Face checkpoint that it was made from."
-        )
+        lacking = "has no experts, or no layers that attend within pieces of a text"
+        raise unread(file, f"{lacking}, which is not read from GGUF of llama4")
     return {
         "attention_chunk_size": _LLAMA4_TOKENS,
         "attn_scale": 0.1,
@@ -115,10 +109,10 @@ def mimo2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
         raise sizeless(file)
     if heads != expected:
         found = " and ".join(map(str, sorted(set(heads))))
-        raise UnsupportedModelError(
-            f"{file.paths[0]} has layers of {found} heads of keys, where those with "
-            "a window have twice as many as others in MiMo-V2-Flash: it is a variant that is not read from GGUF. Give "
-            "the Hugging Face checkpoint that it was made from."
+        raise unread(
+            file,
+            f"has layers of {found} heads of keys, where those with a window have twice as many as others in "
+            "MiMo-V2-Flash: it is a variant that is not read from GGUF",
         )
     if not isinstance(scale, float):
         raise UnsupportedModelError(

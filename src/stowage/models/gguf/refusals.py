@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from stowage.errors import UnsupportedModelError
-from stowage.models.gguf.fields import head_size, number
+from stowage.models.gguf.fields import head_size, number, unread
 from stowage.models.gguf.mixtures import SIGMOID
 from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile
@@ -133,7 +133,5 @@ def refuse_other_windows(file: GgufFile, config: Any) -> None:
 
 
 def _unread(file: GgufFile, key: str, value: Any) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{file.paths[0]} says {key} = {str(value)[:40]}, which is not computed from GGUF of the family "
-        f"{file.architecture}. Give the Hugging Face checkpoint that it was made from."
-    )
+    family = f"GGUF of the family {file.architecture}"
+    return unread(file, f"says {key} = {str(value)[:40]}, which is not computed from {family}")
