@@ -13,12 +13,12 @@ import hashlib
 import hmac
 import os
 import shlex
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from stowage.config.secret_file import open_secret
 from stowage.errors import ConfigError
 
 VARIABLE: Final = "STOWAGE_API_KEYS"
@@ -93,16 +93,15 @@ def read(path: Path | None, environ: Mapping[str, str]) -> list[str]:
     if path is not None:
         found = _checked(_read(path).splitlines(), f"The API key file {path}")
         if not found:
-            raise ConfigError(
-                f"The API key file {path} holds no key. {_HOW_TO_MAKE.format(file=shlex.quote(str(path)))}"
-            )
+            make = _HOW_TO_MAKE.format(file=shlex.quote(str(path)))
+            raise ConfigError(f"The API key file {path} holds no key. Make one: {make}")
         keys += found
     if len(keys) > KEYS_MAX:
         raise ConfigError(f"There are {len(keys)} API keys; at most {KEYS_MAX} can be used.")
     return keys
 
 
-_HOW_TO_MAKE: Final = "Put one there: (umask 077; openssl rand -hex 32 >> {file})"
+_HOW_TO_MAKE: Final = "(umask 077; openssl rand -hex 32 >> {file})"
 
 
 def _checked(lines: Iterable[str], where: str) -> list[str]:
@@ -126,18 +125,11 @@ def _checked(lines: Iterable[str], where: str) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    """The text of the file, which must be a regular file (no link) that only its owner, this user, can access."""
+    """The text of the file. Raises ConfigError."""
+    fd = open_secret(path, "API key file", _HOW_TO_MAKE.format(file=shlex.quote(str(path))))
     try:
-        # Without O_NONBLOCK, opening a pipe would block until something writes to it.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        way_out = _HOW_TO_MAKE.format(file=shlex.quote(str(path)))
-        raise ConfigError(f"The API key file {path} does not exist. {way_out}") from error
-    except OSError as error:
-        reason = f"it is a link; name {os.path.realpath(path)}" if path.is_symlink() else error.strerror
-        raise ConfigError(f"The API key file {path} cannot be used: {reason}.") from error
-    try:
-        _check(os.fstat(fd), path)
+        if os.fstat(fd).st_size > _FILE_BYTES_MAX:
+            raise ConfigError(f"The API key file {path} cannot be used: it is larger than {_FILE_BYTES_MAX} bytes.")
         return os.read(fd, _FILE_BYTES_MAX).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"The API key file {path} cannot be used: byte {error.start} is not text.") from error
@@ -145,18 +137,3 @@ def _read(path: Path) -> str:
         raise ConfigError(f"The API key file {path} cannot be read: {error.strerror}.") from error
     finally:
         os.close(fd)
-
-
-def _check(status: os.stat_result, path: Path) -> None:
-    mode = stat.S_IMODE(status.st_mode)
-    reason = ""
-    if not stat.S_ISREG(status.st_mode):
-        reason = "it is not a regular file; give one with the key in it"
-    elif status.st_uid != os.geteuid():
-        reason = f"it belongs to user {status.st_uid}, you are user {os.geteuid()}; use a copy of your own"
-    elif mode & 0o177:
-        reason = f"its mode {mode:04o} lets others read or change it; way out: chmod 600 {shlex.quote(str(path))}"
-    elif status.st_size > _FILE_BYTES_MAX:
-        reason = f"it is larger than {_FILE_BYTES_MAX} bytes; give one with nothing but the key"
-    if reason:
-        raise ConfigError(f"The API key file {path} cannot be used: {reason}.")

@@ -14,12 +14,12 @@ import os
 import re
 import secrets
 import shlex
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from stowage.config.secret_file import open_secret
 from stowage.errors import ConfigError
 from stowage.storage.format.protection import SECRET_BYTES, Method, Protection, SecretKey
 
@@ -136,40 +136,9 @@ def _lock(path: Path) -> int:
 
 
 def _open(path: Path) -> int:
-    """Opens what may be trusted: a regular file of ours that nobody else can read or write; no link."""
-    try:
-        # Without O_NONBLOCK a pipe would hold us up until somebody writes to it.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise ConfigError(f"The key file {path} does not exist. Make it: stowage key new {_quoted(path)}") from error
-    except OSError as error:
-        if path.is_symlink():
-            reason = f"it is a symbolic link. Name the file itself: {os.path.realpath(path)}"
-        else:
-            reason = f"{error.strerror}"
-        raise ConfigError(f"The key file {path} cannot be used: {reason}.") from error
-    try:
-        _check(os.fstat(fd), path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _check(status: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"The key file {path} cannot be used: it is not a regular file. Name one, or make one.")
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"The key file {path} cannot be used: it belongs to user {status.st_uid}, you are user {os.geteuid()}. "
-            f"Make one of your own: stowage key new FILE"
-        )
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o177:
-        raise ConfigError(
-            f"The key file {path} cannot be used: its mode {mode:04o} lets others read or change it, or run it. "
-            f"Way out: chmod 600 {_quoted(path)}, and if others may have read it: stowage key rotate {_quoted(path)}"
-        )
+    name = _quoted(path)
+    leaked = f", and if others may have read it: stowage key rotate {name}"
+    return open_secret(path, "key file", f"stowage key new {name}", leaked)
 
 
 def _read(fd: int, path: Path) -> list[SecretKey]:

@@ -171,7 +171,7 @@ static PyObject *slots_check(Slots *s, PyObject *nothing) { return none_or_wrong
 static Py_ssize_t slots_length(Slots *s) { return (Py_ssize_t)s->table.count; }
 
 static PyMethodDef slots_methods[] = {
-    {"set", FAST(slots_set), METH_FASTCALL, "See `native.NativeKeyMap`."},
+    {"set", FAST(slots_set), METH_FASTCALL, "See `slots.Slots.set`."},
     {"find", FAST(slots_find), METH_FASTCALL, "Fill the array: -1 where a key is absent."},
     {"slot_of", (PyCFunction)slots_slot_of, METH_O, "The slot of a key; -1 where it is absent."},
     {"has_none", (PyCFunction)slots_has_none, METH_O, "Whether all keys are absent."},

@@ -20,6 +20,7 @@ from stowage.server.tools.incremental_parser import Part
 from stowage.server.tools.request_tools import (
     RequestTools,
     Tool,
+    check_kind,
     checked_tools,
     read_function,
     read_tool_choice,
@@ -72,11 +73,7 @@ def chat_tools(fields: Fields) -> RequestTools:
 
 
 def _tool(fields: Fields, where: str) -> Tool:
-    kind = fields.text("type", "function")
-    if kind != "function":
-        raise bad(
-            f"'{where}.type' is {str(kind)[:40]!r}; only 'function' is supported by this server.", f"{where}.type"
-        )
+    check_kind(fields, "function", "function")
     inside = fields.inside("function")
     if inside is None:
         raise bad(f"You must give '{where}.function'.", f"{where}.function")

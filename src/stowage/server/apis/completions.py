@@ -65,23 +65,15 @@ def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Gen
 def _prompts(raw: Any) -> list[str | list[int]]:
     """One prompt or several: text, token ids, a list of texts, a list of lists of token ids."""
     if isinstance(raw, str):
-        return [_encodable(raw)]
+        return [raw]
     if isinstance(raw, list) and raw:
         if all(type(item) is int for item in raw):
             return [raw]
         if all(isinstance(item, str) for item in raw):
-            return [_encodable(item) for item in raw]
+            return raw
         if all(isinstance(item, list) and item and all(type(token) is int for token in item) for item in raw):
             return raw
     raise bad("'prompt' must be text, a list of token ids, or a list of such; none may be empty.", "prompt")
-
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise bad(f"'prompt' is no text: it has half a surrogate pair at {error.start}.", "prompt") from error
-    return text
 
 
 def _count_logprobs(entries: int) -> None:

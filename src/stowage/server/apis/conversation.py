@@ -6,18 +6,16 @@ from typing import Any, Final
 
 from stowage.server.api_errors import bad
 from stowage.server.fields import Fields
-from stowage.server.tools.request_tools import parse_arguments
+from stowage.server.tools.request_tools import check_kind, parse_arguments
 
 _ROLES: Final = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 
 
 def messages(raw: Any) -> list[dict[str, Any]]:
     """The messages of a request. Raises ApiError."""
-    if not isinstance(raw, list) or not raw:
-        raise bad("'messages' must be a list of messages with 'role' and 'content'; it may not be empty.", "messages")
     found, names = [], {}
-    for at, item in enumerate(raw):
-        message = _message(item, f"messages[{at}]")
+    for fields in listed(raw):
+        message = _message(fields)
         for call in message.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
         if message["role"] == "tool" and "name" not in message:
@@ -26,16 +24,21 @@ def messages(raw: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _message(raw: Any, where: str) -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        raise bad(f"{where!r} must be an object with 'role' and 'content'.", where)
-    fields = Fields(raw, where)
-    role = fields.needed_text("role")
+def listed(raw: Any) -> list[Fields]:
+    """The messages of a request, of which nothing is read yet. Raises ApiError."""
+    if not isinstance(raw, list) or not raw:
+        raise bad("'messages' must be a list of messages with 'role' and 'content'; it may not be empty.", "messages")
+    for at, item in enumerate(raw):
+        if not isinstance(item, dict):
+            raise bad(f"'messages[{at}]' must be an object with 'role' and 'content'.", f"messages[{at}]")
+    return [Fields(item, f"messages[{at}]") for at, item in enumerate(raw)]
+
+
+def _message(fields: Fields) -> dict[str, Any]:
+    role, where = fields.needed_text("role"), fields.path("role")
     if role not in _ROLES:
         known = ", ".join(sorted(_ROLES))
-        raise bad(
-            f"'{where}.role' is {role[:40]!r}, which this server does not support; use one of {known}.", f"{where}.role"
-        )
+        raise bad(f"{where!r} is {role[:40]!r}, which this server does not support; use one of {known}.", where)
     for name in ("function_call", "audio"):
         fields.neutral(name, [])
     fields.without_effect("refusal", "annotations")
@@ -43,7 +46,7 @@ def _message(raw: Any, where: str) -> dict[str, Any]:
     if author := fields.text("name"):
         message["name"] = author
     if role == "assistant":
-        message |= _spoken(fields, where)
+        message |= _spoken(fields)
     else:
         fields.neutral("tool_calls", [])
         if role == "tool":
@@ -53,14 +56,15 @@ def _message(raw: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _spoken(fields: Fields, where: str) -> dict[str, Any]:
+def _spoken(fields: Fields) -> dict[str, Any]:
     """An assistant's message: content, reasoning and tool calls."""
     thought = fields.text("reasoning_content") or fields.text("reasoning") or ""
     fields.without_effect("reasoning")
     raw = fields.take("tool_calls")
     if raw is not None and not isinstance(raw, list):
         raise fields.wrong("tool_calls", raw, "a list of calls")
-    calls = [_call(one, f"{where}.tool_calls[{at}]") for at, one in enumerate(raw or ())]
+    where = fields.path("tool_calls")
+    calls = [_call(one, f"{where}[{at}]") for at, one in enumerate(raw or ())]
     content = texts(fields) if fields.given("content") or not calls else ""
     fields.take("content")
     found: dict[str, Any] = {"content": content}
@@ -74,9 +78,8 @@ def _call(raw: Any, where: str) -> dict[str, Any]:
         raise bad(f"{where!r} must be an object with 'id', 'type' and 'function'.", where)
     fields = Fields(raw, where)
     fields.without_effect("index")
-    identity, kind = fields.text("id", "") or "", fields.text("type", "function")
-    if kind != "function":
-        raise bad(f"'{where}.type' is not supported by this server; use 'function'.", f"{where}.type")
+    identity = fields.text("id", "") or ""
+    check_kind(fields, "function", "function")
     inside = fields.inside("function")
     if inside is None:
         raise bad(f"You must give '{where}.function'.", f"{where}.function")

@@ -16,13 +16,13 @@ from stowage.engine.request import Completion, Delta
 from stowage.engine.sampling_params import StructuredOutputs
 from stowage.server.api_errors import ApiError, anthropic_body, bad
 from stowage.server.apis.answer import Answer, Event, Scores
-from stowage.server.apis.conversation import texts
+from stowage.server.apis.conversation import listed, texts
 from stowage.server.apis.generation_request import GenerationRequest
 from stowage.server.apis.parsed_output import ChoiceParsers, ParsedOutput
 from stowage.server.apis.reader import TOKENS_MOST, Conversation, Reader
 from stowage.server.fields import Fields, parse_object
 from stowage.server.structured import made_of, of_schema
-from stowage.server.tools.request_tools import RequestTools, Tool, checked_tools, read_function, read_tools
+from stowage.server.tools.request_tools import RequestTools, Tool, check_kind, checked_tools, read_function, read_tools
 from stowage.server.vocabulary import Vocabulary
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
@@ -112,9 +112,7 @@ def _tools(fields: Fields) -> RequestTools:
 
 
 def _tool(inside: Fields, where: str) -> Tool:
-    kind = inside.text("type", "custom")
-    if kind != "custom":
-        raise bad(f"'{where}.type' is {str(kind)[:40]!r}; only 'custom' is supported by this server.", f"{where}.type")
+    check_kind(inside, "custom", "custom")
     inside.without_effect("cache_control", "input_examples")
     if not inside.given("input_schema"):
         raise bad(f"You must give '{where}.input_schema'.", f"{where}.input_schema")
@@ -122,23 +120,19 @@ def _tool(inside: Fields, where: str) -> Tool:
 
 
 def _messages(raw: Any) -> list[dict[str, Any]]:
-    if not isinstance(raw, list) or not raw:
-        raise bad("'messages' must be a list of messages with 'role' and 'content'; it may not be empty.", "messages")
-    return [message for at, item in enumerate(raw) for message in _message(item, f"messages[{at}]")]
+    return [message for fields in listed(raw) for message in _message(fields)]
 
 
-def _message(raw: Any, where: str) -> list[dict[str, Any]]:
+def _message(fields: Fields) -> list[dict[str, Any]]:
     """One message as messages for the chat template: each tool result is a message of its own."""
-    if not isinstance(raw, dict):
-        raise bad(f"{where!r} must be an object with 'role' and 'content'.", where)
-    fields = Fields(raw, where)
     role, content = fields.needed_text("role"), fields.take("content")
     if role not in ("user", "assistant"):
-        raise bad(f"'{where}.role' is {role[:40]!r}; use user or assistant, and 'system' beside 'messages'.", where)
+        where = fields.path("role")
+        raise bad(f"{where!r} is {role[:40]!r}; use user or assistant, and 'system' beside 'messages'.", where)
     fields.finish()
     if isinstance(content, str):
         return [{"role": role, "content": fields.as_text("content", content)}]
-    path = f"{where}.content"
+    path = fields.path("content")
     if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
         raise bad(f"{path!r} must be text, or a list of blocks.", path)
     blocks = [_block(Fields(block, f"{path}[{at}]"), role) for at, block in enumerate(content)]

@@ -20,6 +20,7 @@ from stowage.server.structured import made_of, of_schema
 from stowage.server.tools.request_tools import (
     RequestTools,
     Tool,
+    check_kind,
     checked_tools,
     parse_arguments,
     read_function,
@@ -110,9 +111,7 @@ def _tools(fields: Fields) -> RequestTools:
 
 
 def _tool(inside: Fields, where: str) -> Tool:
-    kind = inside.text("type")
-    if kind != "function":
-        raise bad(f"'{where}.type' is {str(kind)[:40]!r}; only 'function' is supported here.", f"{where}.type")
+    check_kind(inside, None, "function")
     return read_function(inside, where)
 
 

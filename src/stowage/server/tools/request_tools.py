@@ -93,6 +93,13 @@ def read_tools(fields: Fields) -> list[tuple[Fields, str]]:
     return [(Fields(one, f"{where}[{at}]"), f"{where}[{at}]") for at, one in enumerate(raw)]
 
 
+def check_kind(fields: Fields, default: str | None, wanted: str) -> None:
+    """Raises ApiError for a tool of another `type` than `wanted`."""
+    where, kind = fields.path("type"), fields.text("type", default)
+    if kind != wanted:
+        raise bad(f"{where!r} is {str(kind)[:40]!r}; only {wanted!r} is supported by this server.", where)
+
+
 def read_function(inside: Fields, where: str, *, schema: str = "parameters") -> Tool:
     """A function's `name`, `description`, `parameters` and `strict`. Raises ApiError."""
     name = inside.needed_text("name")
