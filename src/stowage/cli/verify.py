@@ -89,6 +89,9 @@ def verify(
             print_json(report.as_json() | {"parity": parity, "eval": found.as_json() if found else None})
         else:
             _print_report(model, report)
+            if report.untried:
+                tiers = ", ".join(report.untried)
+                note(f"No prompt was long enough to come from {tiers}: give a smaller --block-size or --chunk-blocks.")
             if found is not None:
                 _print_evaluation(str(evaluate), found)
     if not json:

@@ -5,13 +5,15 @@ served, in part, by the tier under test. Tiers are emptied between the runs (dev
 process's memory, by reopening the engine with one of the lower tiers), so each answer depends on one known tier. With
 every tier off all weights are in memory, so a weight budget is compared as well.
 
-The prompts are random tokens, different for each seed, so earlier runs in the same directory do not matter.
+The prompts are random tokens, different for each seed, and asked with a salt that is new in each run, so what earlier
+runs left in the same directory or store does not matter.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,6 +25,7 @@ from stowage.core.geometry import Kind
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
 from stowage.engine.sampling_params import SamplingParams
+from stowage.errors import ConfigError
 from stowage.evaluation import runs, same_model
 from stowage.evaluation.same_model import SameModel
 from stowage.models.layout import ModelLayout
@@ -75,8 +78,16 @@ class Report:
 
     @property
     def tiers(self) -> bool:
-        """Whether no tier changed an answer; of an exact engine, a bit of one."""
-        return bool(self.cases) and all(case.verdict in (OK, SHORT) for case in self.cases)
+        """Whether no tier changed an answer; of an exact engine, a bit of one. Each tier has served a prompt."""
+        return bool(self.cases) and not self.untried and all(case.verdict in (OK, SHORT) for case in self.cases)
+
+    @property
+    def untried(self) -> tuple[str, ...]:
+        """Tiers that served nothing because every prompt was too short for them."""
+        found: dict[str, set[str]] = {}
+        for case in self.cases:
+            found.setdefault(case.tier, set()).add(case.verdict)
+        return tuple(tier for tier, verdicts in found.items() if verdicts == {SHORT})
 
     @property
     def parity(self) -> bool:
@@ -97,6 +108,7 @@ class Report:
         return {
             "parity": self.parity,
             "tiers": self.tiers,
+            "untried": list(self.untried),
             "model": self.model.as_json() if self.model is not None else None,
             "features": self.features(),
             "seed": self.seed,
@@ -152,6 +164,8 @@ def verify(
             computed_in = str(engine.model.dtype).removeprefix("torch.")
             executor = engine.executor
             exact = engine.exact
+            if not scenarios:
+                raise ConfigError(_too_large(engine.parts.layout))
             comparison = _Comparison(computed_in, progress, exact)
             comparison.cold(engine, scenarios)
             model_of_engine = engine.model
@@ -179,6 +193,7 @@ class _Comparison:
         self._exact_only = exact
         self._near_ties = dtype != "float32" and not exact
         self._progress = progress
+        self._salt = secrets.token_bytes(16)
         self._expected: dict[tuple[int, ...], Completion] = {}
         self._from_device: dict[tuple[int, ...], Completion] = {}
         self.cases: list[Case] = []
@@ -214,7 +229,8 @@ class _Comparison:
         runs.leave_only(engine, tier)
         engine.forget_costs()
         asked = [scenario.prompt for scenario in scenarios]
-        for prompt, found in zip(asked, engine.generate([list(p.tokens) for p in asked], _PARAMS), strict=True):
+        found_of = engine.generate([list(prompt.tokens) for prompt in asked], _PARAMS, salt=self._salt)
+        for prompt, found in zip(asked, found_of, strict=True):
             self._compare(prompt, found, tier, "all at once", "all at once", alone=False)
 
     def after_restart(self, engine: Engine, scenario: Scenario, tier: str) -> None:
@@ -227,7 +243,7 @@ class _Comparison:
     def _ask(self, engine: Engine, prompt: Prompt) -> Completion:
         self._progress(prompt.name)
         engine.forget_costs()  # the prompt is loaded even if computing it is quicker, as it is for tiny models
-        return engine.generate([list(prompt.tokens)], _PARAMS)[0]
+        return engine.generate([list(prompt.tokens)], _PARAMS, salt=self._salt)[0]
 
     def _compare(
         self, prompt: Prompt, found: Completion, tier: str, feature: str, when: str = "", alone: bool = True
@@ -262,9 +278,21 @@ class _Comparison:
         return UNUSED if prompt.reusable else SHORT
 
 
+def _chunk_tokens(layout: ModelLayout) -> int:
+    """Tokens after which every group has whole chunks."""
+    return math.lcm(*(group.chunk_tokens for group in layout.groups))
+
+
+def _too_large(layout: ModelLayout) -> str:
+    return (
+        f"A chunk of this model has {_chunk_tokens(layout)} tokens, and a sequence at most {layout.context_tokens}: "
+        "nothing could be reused. Give a smaller --block-size or --chunk-blocks."
+    )
+
+
 def _scenarios(layout: ModelLayout, snapshot_tokens: int, seed: int, tiers: Sequence[str]) -> list[Scenario]:
     """Prompts of several lengths around the model's own chunk size, as far as its context allows."""
-    unit = math.lcm(*(group.chunk_tokens for group in layout.groups))
+    unit = _chunk_tokens(layout)
     recurrent = any(group.kind is Kind.RECURRENT for group in layout.groups)
     middle_unit = math.lcm(unit, snapshot_tokens) if recurrent else unit
     draw = random.Random(seed)
