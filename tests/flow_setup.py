@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.cache.events import Action, Discard, StartStore
+from stowage.cache.events import Action, Discard, Fetch, StartLoad, StartStore
 from stowage.cache.flow import Flow
 from stowage.core.geometry import Geometry, Group, Kind, SlabClass
 
 FULL = 0b1111
 PAYLOAD = 4096
+Started = TypeVar("Started", bound=Action)
 
 
 class Setup:
@@ -38,6 +40,17 @@ class Setup:
     def actions(self) -> list[Action]:
         self.flow.check()
         return self.flow.take_actions()
+
+    def only(self, kind: type[Started]) -> Started:
+        """The one action that there is."""
+        (action,) = self.actions()
+        assert isinstance(action, kind)
+        return action
+
+    def loading(self, *names: int) -> tuple[Fetch, StartLoad]:
+        """The first tier holds these chunks, and they are fetched."""
+        self.held[0] = dict.fromkeys(keys(*names), FULL)
+        return self.flow.fetch([(0, keys(*names))], 10.0, 0.0), self.only(StartLoad)
 
     def answer(self, action: Action, ok: Sequence[bool], now_s: float = 0.0, mask: int = FULL) -> None:
         assert not isinstance(action, Discard)

@@ -47,8 +47,8 @@ def test_what_a_tier_has_is_promoted_in_prompt_order() -> None:
     assert at.flow.sources(0, keys(1, 2, 3, 4, 5), 0.0).tolist() == [0, 1, 1, -1, 1]
     fetch = at.flow.fetch([(0, keys(1, 2, 3, 4, 5))], 10.0, 0.0)
     assert not fetch.done
-    (load,) = at.actions()
-    assert isinstance(load, StartLoad) and load.keys == keys(2, 3, 5) and load.deadline_s == 10.0
+    load = at.only(StartLoad)
+    assert load.keys == keys(2, 3, 5) and load.deadline_s == 10.0
     assert load.sizes.tolist() == [PAYLOAD] * 3
     at.answer(load, [True, True, True], mask=0b0111)
     assert fetch.done and fetch.sources[0].tolist() == [0, 1, 1, -1, 1]
@@ -86,9 +86,7 @@ def test_f7_a_fetch_waits_for_a_chunk_that_is_being_stored() -> None:
 
 def test_a_cancelled_fetch_leaves_its_chunks_to_others() -> None:
     at = Setup()
-    at.held[0] = dict.fromkeys(keys(1), FULL)
-    fetch = at.flow.fetch([(0, keys(1))], 10.0, 0.0)
-    (load,) = at.actions()
+    fetch, load = at.loading(1)
     at.flow.release(fetch)
     at.answer(load, [True])
     assert at.flow.ledger.pinned() == 0 and at.flow.sources(0, keys(1), 0.0).tolist() == [0]
@@ -101,8 +99,8 @@ def test_without_room_the_last_chunks_fail_and_nothing_wanted_is_evicted() -> No
     for action in at.actions():
         at.answer(action, [True, True])
     fetch = at.flow.fetch([(0, keys(1, 2, 3, 4))], 10.0, 0.0)
-    (load,) = at.actions()
-    assert isinstance(load, StartLoad) and load.keys == keys(2, 3)
+    load = at.only(StartLoad)
+    assert load.keys == keys(2, 3)
     at.answer(load, [True, True])
     assert fetch.done and (fetch.slots[0] >= 0).tolist() == [True, True, True, False]
 
@@ -126,24 +124,24 @@ def test_a_promoted_chunk_goes_to_the_other_tiers_only() -> None:
     at = Setup(tiers=2)
     at.held[1] = dict.fromkeys(keys(1), FULL)
     at.flow.fetch([(0, keys(1))], 10.0, 0.0)
-    (load,) = at.actions()
-    assert isinstance(load, StartLoad) and load.tier == 1
+    load = at.only(StartLoad)
+    assert load.tier == 1
     at.held[1].clear()
     at.answer(load, [True])
-    (store,) = at.actions()
-    assert isinstance(store, StartStore) and store.tier == 0
+    store = at.only(StartStore)
+    assert store.tier == 0
 
 
 def test_spills_are_bounded_and_dropped_when_evicted_first() -> None:
     at = Setup(slots=4, spill_chunks=2)
     at.store(1, 2, 3, 4)
-    (store,) = at.actions()
-    assert isinstance(store, StartStore) and store.keys == keys(1, 2) and at.flow.spills[0].chunks == 2
+    store = at.only(StartStore)
+    assert store.keys == keys(1, 2) and at.flow.spills[0].chunks == 2
     at.store(5, 6)
     assert at.actions() == [] and at.flow.lookup(0, keys(3, 4), 0.0).tolist() == [0, 0]
     at.answer(store, [True, True])
-    (store,) = at.actions()
-    assert isinstance(store, StartStore) and store.keys == keys(5, 6)
+    store = at.only(StartStore)
+    assert store.keys == keys(5, 6)
     assert at.flow.stats()["spills_dropped"] == 2
 
 
@@ -171,10 +169,7 @@ def test_long_loads_are_split() -> None:
 
 def test_an_outcome_that_does_not_fit_is_a_failure_and_an_unknown_one_is_ignored() -> None:
     at = Setup()
-    at.held[0] = dict.fromkeys(keys(1, 2), FULL)
-    fetch = at.flow.fetch([(0, keys(1, 2))], 10.0, 0.0)
-    (load,) = at.actions()
-    assert isinstance(load, StartLoad)
+    fetch, load = at.loading(1, 2)
     at.flow.outcome(load.id + 99, np.array([True]), masks([FULL]), 0.0)
     at.flow.outcome(load.id, np.array([True]), masks([FULL]), 0.0)
     assert fetch.done and fetch.slots[0].tolist() == [-1, -1]
@@ -199,8 +194,8 @@ def test_f7_a_chunk_on_its_way_to_the_very_first_slot_is_not_asked_for_again() -
     at.held[0] = dict.fromkeys(keys(1), FULL)
     first = at.flow.fetch([(0, keys(1))], 10.0, 0.0)
     second = at.flow.fetch([(0, keys(1))], 10.0, 0.0)
-    (load,) = at.actions()
-    assert isinstance(load, StartLoad) and load.slots.tolist() == [0] and at.flow.counters.joined == 1
+    load = at.only(StartLoad)
+    assert load.slots.tolist() == [0] and at.flow.counters.joined == 1
     at.flow.release(first)
     at.flow.check()
     at.answer(load, [True])
@@ -225,18 +220,18 @@ def test_a_load_says_which_blocks_the_tier_has() -> None:
     at = Setup()
     at.held[0] = dict(zip(keys(1, 2), (0b0001, 0b1110), strict=True))
     at.flow.fetch([(0, keys(1, 2, 1))], 10.0, 0.0)
-    (load,) = at.actions()
-    assert isinstance(load, StartLoad) and load.keys == keys(1, 2) and load.masks.tolist() == [0b0001, 0b1110]
+    load = at.only(StartLoad)
+    assert load.keys == keys(1, 2) and load.masks.tolist() == [0b0001, 0b1110]
 
 
 def test_a_chunk_that_does_not_fit_under_way_waits_for_its_turn() -> None:
     at = Setup(spill_chunks=1.5)
     at.store(1, 2)
-    (store,) = at.actions()
-    assert isinstance(store, StartStore) and store.keys == keys(1) and at.flow.spills[0].chunks == 1
+    store = at.only(StartStore)
+    assert store.keys == keys(1) and at.flow.spills[0].chunks == 1
     at.answer(store, [True])
-    (store,) = at.actions()
-    assert isinstance(store, StartStore) and store.keys == keys(2)
+    store = at.only(StartStore)
+    assert store.keys == keys(2)
 
 
 def test_long_spills_are_split_into_several_transfers_at_once() -> None:
@@ -290,15 +285,15 @@ def test_very_many_chunks_go_in_one_transfer() -> None:
     at = Setup(slots=count, spill_chunks=4 * count)
     names = list(range(1, count + 1))
     at.store(*names)
-    (store,) = at.actions()
-    assert isinstance(store, StartStore) and store.keys == keys(*names) and store.sizes.tolist() == [PAYLOAD] * count
+    store = at.only(StartStore)
+    assert store.keys == keys(*names) and store.sizes.tolist() == [PAYLOAD] * count
     at.answer(store, [True] * (count - 1) + [False])
     stats = at.flow.stats()
     assert (stats["spilled_bytes"], stats["spill_failures"]) == ((count - 1) * PAYLOAD, 1)
     at.flow.drop_host()
     at.flow.fetch([(0, keys(*names))], 10.0, 0.0)
-    (load,) = at.actions()
-    assert isinstance(load, StartLoad) and load.sizes.tolist() == [PAYLOAD] * (count - 1)
+    load = at.only(StartLoad)
+    assert load.sizes.tolist() == [PAYLOAD] * (count - 1)
     at.answer(load, [False] + [True] * (count - 2))
     assert at.flow.stats()["promoted_bytes"] == (count - 2) * PAYLOAD
     discard = at.actions()
@@ -310,8 +305,8 @@ def test_what_waits_to_be_written_is_looked_at_again() -> None:
     at = Setup(slots=6, spill_chunks=1)
     at.store(1, 2)
     at.store(3, 4, mask=0b0011)
-    (store,) = at.actions()
-    assert isinstance(store, StartStore) and store.keys == keys(1)
+    store = at.only(StartStore)
+    assert store.keys == keys(1)
     pinned = at.flow.fetch([(0, keys(3))], 10.0, 0.0)
     at.store(3, mask=0b0111)  # beside the one that is pinned, which is stale now
     at.flow.release(pinned)

@@ -81,8 +81,8 @@ def test_what_found_no_room_and_what_made_room() -> None:
     at.store(4)
     stats = at.flow.stats()
     assert (stats["stores_without_room"], stats["evictions"], stats["chunks_pinned"]) == (1, 1, 1)
-    (store,) = at.actions()
-    assert isinstance(store, StartStore) and store.keys == keys(1)
+    store = at.only(StartStore)
+    assert store.keys == keys(1)
     assert stats["spills_waiting"] == 2, "chunk 2 was evicted meanwhile, which shows when its turn comes"
     at.answer(store, [True])
     assert at.flow.stats()["spills_dropped"] == 1 and at.flow.stats()["spills_waiting"] == 0
@@ -104,11 +104,11 @@ def test_a_mask_of_64_blocks_goes_through_whole() -> None:
     odd = (1 << 63) | (1 << 31) | 1
     at.held[0] = dict.fromkeys(keys(1), odd)
     fetch = at.flow.fetch([(0, keys(1))], 10.0, 0.0)
-    (load,) = at.actions()
-    assert isinstance(load, StartLoad) and load.masks.tolist() == [odd] and load.masks.dtype == np.uint64
+    load = at.only(StartLoad)
+    assert load.masks.tolist() == [odd] and load.masks.dtype == np.uint64
     at.flow.outcome(load.id, np.array([True]), load.masks, 1.0)
     assert fetch.masks[0].tolist() == [odd] and at.flow.lookup(0, keys(1), 1.0).tolist() == [odd]
     at.flow.reserve(0, keys(2), masks([odd]))
     at.flow.commit(at.flow.ledger.find_in_flight(keys(2)), 1.0)
-    (store,) = at.actions()
-    assert isinstance(store, StartStore) and store.masks.tolist() == [odd]
+    store = at.only(StartStore)
+    assert store.masks.tolist() == [odd]

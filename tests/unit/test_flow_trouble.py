@@ -13,9 +13,7 @@ from tests.flow_setup import FULL, Setup, keys, masks
 
 def test_f2_a_failed_chunk_fails_alone_and_is_discarded() -> None:
     at = Setup()
-    at.held[0] = dict.fromkeys(keys(1, 2, 3), FULL)
-    fetch = at.flow.fetch([(0, keys(1, 2, 3))], 10.0, 0.0)
-    (load,) = at.actions()
+    fetch, load = at.loading(1, 2, 3)
     at.answer(load, [True, False, True], now_s=1.0)
     assert fetch.done and (fetch.slots[0] >= 0).tolist() == [True, False, True]
     assert fetch.sources[0].tolist() == [1, -1, 1] and fetch.masks[0].tolist() == [FULL, 0, FULL]
@@ -25,24 +23,18 @@ def test_f2_a_failed_chunk_fails_alone_and_is_discarded() -> None:
 
 def test_f1_the_next_store_repairs_what_was_discarded() -> None:
     at = Setup()
-    at.held[0] = dict.fromkeys(keys(1), FULL)
-    at.flow.fetch([(0, keys(1))], 10.0, 0.0)
-    (load,) = at.actions()
+    _, load = at.loading(1)
     at.answer(load, [False])
-    (discard,) = at.actions()
-    assert isinstance(discard, Discard)
+    discard = at.only(Discard)
     del at.held[0][discard.keys[0]]
     at.store(1)
-    (store,) = at.actions()
-    assert isinstance(store, StartStore) and store.keys == keys(1) and store.masks.tolist() == [FULL]
+    store = at.only(StartStore)
+    assert store.keys == keys(1) and store.masks.tolist() == [FULL]
 
 
 def test_f6_a_hung_read_costs_its_deadline_and_keeps_its_slot() -> None:
     at = Setup(slots=2)
-    at.held[0] = dict.fromkeys(keys(1), FULL)
-    fetch = at.flow.fetch([(0, keys(1))], 10.0, 0.0)
-    (load,) = at.actions()
-    assert isinstance(load, StartLoad)
+    fetch, load = at.loading(1)
     at.flow.tick(9.9)
     assert not fetch.done and at.flow.next_deadline_s == 10.0
     at.flow.tick(10.0)
@@ -64,19 +56,14 @@ def test_f6_a_hung_read_costs_its_deadline_and_keeps_its_slot() -> None:
 @pytest.mark.parametrize("ended_s", [10.0, 10.5])
 def test_a_failure_at_the_deadline_or_later_is_no_reason_to_discard(ended_s: float) -> None:
     at = Setup()
-    at.held[0] = dict.fromkeys(keys(1), FULL)
-    at.flow.fetch([(0, keys(1))], 10.0, 0.0)
-    (load,) = at.actions()
+    _, load = at.loading(1)
     at.answer(load, [False], now_s=ended_s)
     assert at.actions() == [] and at.flow.lookup(0, keys(1), 11.0).tolist() == [FULL]
 
 
 def test_a_refused_load_is_no_reason_to_discard() -> None:
     at = Setup()
-    at.held[0] = dict.fromkeys(keys(1), FULL)
-    fetch = at.flow.fetch([(0, keys(1))], 10.0, 0.0)
-    (load,) = at.actions()
-    assert isinstance(load, StartLoad)
+    fetch, load = at.loading(1)
     at.flow.outcome(load.id, np.array([False]), masks([0]), 1.0, refused=True)
     assert fetch.done and fetch.slots[0].tolist() == [-1] and at.actions() == []
 
@@ -86,8 +73,7 @@ def test_a_tier_that_breaks_has_failed_and_its_chunks_have_not() -> None:
     at.held[0] = dict.fromkeys(keys(*range(FAILURES_MAX)), FULL)
     for name in range(FAILURES_MAX):
         fetch = at.flow.fetch([(0, keys(name))], 10.0, 0.0)
-        (load,) = at.actions()
-        assert isinstance(load, StartLoad)
+        load = at.only(StartLoad)
         at.flow.start_failed(load.id, 1.0)
         assert fetch.done and fetch.slots[0].tolist() == [-1] and at.actions() == [], "nothing is discarded"
     assert at.flow.breakers[0].state(1.0) == "open"
@@ -97,8 +83,7 @@ def test_a_tier_that_breaks_has_failed_and_its_chunks_have_not() -> None:
 def test_a_store_that_a_tier_breaks_on_gives_its_slots_back() -> None:
     at = Setup(slots=1)
     at.store(1)
-    (store,) = at.actions()
-    assert isinstance(store, StartStore)
+    store = at.only(StartStore)
     assert at.store(2)[0] < 0, "the slot is being written from"
     at.flow.start_failed(store.id, 1.0)
     assert at.store(3)[0] >= 0 and at.flow.stats()["spill_failures"] == 1
@@ -166,10 +151,7 @@ def test_hung_transfers_open_the_breaker_too() -> None:
 
 def test_a_loaded_chunk_without_a_valid_block_has_failed() -> None:
     at = Setup()
-    at.held[0] = dict.fromkeys(keys(1, 2), FULL)
-    fetch = at.flow.fetch([(0, keys(1, 2))], 10.0, 0.0)
-    (load,) = at.actions()
-    assert isinstance(load, StartLoad)
+    fetch, load = at.loading(1, 2)
     at.flow.outcome(load.id, np.array([True, True]), masks([0, 0xFF]), 0.0)
     assert fetch.masks[0].tolist() == [0, FULL], "and blocks that the group does not have are not valid"
 
@@ -194,8 +176,8 @@ def test_what_is_overdue_hides_nothing_else() -> None:
     at.flow.tick(1.0)
     assert at.flow.lookup(0, keys(1, 2, 3), 1.0).tolist() == [0, FULL, 0]
     fetch = at.flow.fetch([(0, keys(1, 2, 3))], 10.0, 1.0)
-    (load,) = at.actions()
-    assert isinstance(load, StartLoad) and load.keys == keys(2)
+    load = at.only(StartLoad)
+    assert load.keys == keys(2)
     assert [slots.tolist() for _, slots in fetch.awaited.values()] == [load.slots.tolist()], "nobody brings the others"
     at.answer(load, [True], now_s=2.0)
     assert fetch.done and fetch.sources[0].tolist() == [-1, 1, -1]
@@ -214,8 +196,8 @@ def test_a_tier_that_is_left_alone_does_not_hide_the_next_one() -> None:
 def test_a_hung_spill_is_a_failure_of_its_tier_after_its_limit() -> None:
     at = Setup(spill_chunks=2)
     at.store(1, 2, 3, 4, now_s=100.0)
-    (store,) = at.actions()
-    assert isinstance(store, StartStore) and store.deadline_s == at.flow.next_deadline_s == 100.0 + STORE_LIMIT_S
+    store = at.only(StartStore)
+    assert store.deadline_s == at.flow.next_deadline_s == 100.0 + STORE_LIMIT_S
     for _ in range(FAILURES_MAX - 1):
         at.flow.breakers[0].failed(100.0)
     at.flow.tick(100.0 + STORE_LIMIT_S)
@@ -230,8 +212,8 @@ def test_the_probe_of_a_tier_may_be_a_spill() -> None:
         at.flow.breakers[0].failed(0.0)
     at.store(1, now_s=OPEN_S)
     at.store(2, now_s=OPEN_S)
-    (probe,) = at.actions()
-    assert isinstance(probe, StartStore) and probe.keys == keys(1) and at.flow.spills[0].chunks == 1
+    probe = at.only(StartStore)
+    assert probe.keys == keys(1) and at.flow.spills[0].chunks == 1
     at.answer(probe, [True], now_s=OPEN_S)
-    (store,) = at.actions()
-    assert isinstance(store, StartStore) and store.keys == keys(2)
+    store = at.only(StartStore)
+    assert store.keys == keys(2)
