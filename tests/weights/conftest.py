@@ -28,6 +28,12 @@ def _tiny_units(monkeypatch: pytest.MonkeyPatch) -> None:
     take_tiny_units(monkeypatch)
 
 
+@pytest.fixture
+def real_units(_tiny_units: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouping, "SMALL_BYTES", 16 << 10)
+    monkeypatch.setattr(grouping, "LEAF_BYTES", 64 << 10)
+
+
 def take_tiny_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of tiny models are worth delivering too."""
     monkeypatch.setattr(grouping, "SMALL_BYTES", 256)
@@ -120,8 +126,8 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     return out
 
 
-def assert_cached_one_by_one(model: Any, whole: Any) -> None:
-    """Experts of ``model`` are cached in their published format, and it answers as ``whole``. Closes it."""
+def assert_cached_one_by_one(model: Any, whole: Any) -> dict[str, Any]:
+    """Experts of ``model`` are cached in their format, and it answers as ``whole``. Closes it; returns its counts."""
     assert model.stowage.placement.cached
     for ids in (prompt(), prompt(1, 1), prompt(2, 2), prompt(1, 4)):
         assert torch.equal(logits(model, ids), logits(whole, ids))
@@ -130,6 +136,7 @@ def assert_cached_one_by_one(model: Any, whole: Any) -> None:
     assert stats["expert_misses"] > 0
     assert stats["image_bytes"] == 0, "nothing is written"
     model.stowage.close()
+    return dict(stats)
 
 
 def bytes_of(model: Any) -> int:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import transformers
 from torch import Tensor
 
 import stowage
-from stowage.weights import grouping
 from tests.depth import mostly_rare
 from tests.nursery import QUICKLY
 from tests.weights.architectures import GENERATES, TABLE, build, inputs
@@ -32,18 +31,12 @@ CASES = [
         for name in TABLE
     ],
 ]
+pytestmark = pytest.mark.usefixtures("real_units")
 PLACEMENTS = {
     "stream": {"weights": "*=stream"},
     "prefetch": {"weights": "*=prefetch", "host_memory": "1GiB"},
     "budget": {"device_memory": 0.78},
 }
-
-
-@pytest.fixture(autouse=True)
-def _real_units(_tiny_units: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(grouping, "SMALL_BYTES", 16 << 10)
-    monkeypatch.setattr(grouping, "LEAF_BYTES", 64 << 10)
-    yield
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ lowered here. ``STOWAGE_TEST_FAMILIES=all`` tries every family of the table.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 import stowage
 from stowage.testing import tiny_models
-from stowage.weights import grouping
 from stowage.weights.weight_unit import Delivery
 from tests.depth import mostly_rare
 from tests.weights import published_files
@@ -23,6 +22,7 @@ from tests.weights.conftest import bytes_of, logits, prompt
 from tests.weights.test_parity import FAMILIES
 from tests.weights.test_published import METHODS
 
+pytestmark = pytest.mark.usefixtures("real_units")
 LEFT_OUT = {
     "rwkv": "uses weights of modules that it does not call",
     "deepseek_v4": "plain Transformers multiplies float32 and half precision, and fails",
@@ -39,13 +39,6 @@ CASES = [
     for family in TRIED
     for dtype in HALVES
 ]
-
-
-@pytest.fixture(autouse=True)
-def _real_units(_tiny_units: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(grouping, "SMALL_BYTES", 16 << 10)
-    monkeypatch.setattr(grouping, "LEAF_BYTES", 64 << 10)
-    yield
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from stowage.weights.quantized import codes, modules
 from stowage.weights.quantized.blocks import BlockLinear
 from stowage.weights.quantized.stacks import BlockStack
 from tests.depth import mostly_rare
-from tests.weights.conftest import bytes_of, logits, prompt
+from tests.weights.conftest import assert_cached_one_by_one, bytes_of, logits, prompt
 
 CASES = [
     ("llama", "int8"),
@@ -100,13 +100,8 @@ def test_packed_experts_are_cached_one_by_one(form: str, tmp_path: Path) -> None
     packing.pack(str(source), tmp_path / "packed", form)
     whole = loading.load(tmp_path / "packed").model
     model = stowage.offload(tmp_path / "packed", weights="*=experts")
-    assert model.stowage.placement.cached
-    for ids in (prompt(), prompt(1, 1), prompt(2, 2), prompt(1, 4)):
-        assert torch.equal(logits(model, ids), logits(whole, ids))
-        model.stowage.check()
-    stats = model.stowage.stats()
+    stats = assert_cached_one_by_one(model, whole)
     assert stats["expert_misses"] > stats["cache_experts"], "some were evicted"
-    model.stowage.close()
 
 
 @pytest.mark.parametrize(
