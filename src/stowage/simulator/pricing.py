@@ -13,7 +13,6 @@ from stowage.config.memory import parse_size
 from stowage.errors import ConfigError
 
 DAY_S: Final = 86_400.0
-YEAR_S: Final = 365 * DAY_S
 MONTH_S: Final = 30 * DAY_S
 WARRANTY_YEARS: Final = 5
 """The period that drive writes per day refer to."""
