@@ -137,8 +137,9 @@ static inline void dynamic_scale_of_group(const Linear *job, const Coded *row, i
     }
 }
 
-/* Of block `k / 32` of an output's row: its scale, and least value or second scale. */
-static void dynamic_scale(const Linear *job, const Coded *row, int64_t k, float *scale, float *more)
+/* Of block `k / 32` of an output's row: its scale, and least value or second scale. Compiled where it is called: one instruction
+ * for short vectors among those for long ones takes a hundred times its time. */
+static inline ALWAYS void dynamic_scale(const Linear *job, const Coded *row, int64_t k, float *scale, float *more)
 {
     int j = (int)(k % 256 / 32);
     const uint8_t *block = dynamic_block(job->format, row, k);

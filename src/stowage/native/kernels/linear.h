@@ -155,10 +155,11 @@ static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
         int64_t rows = job->rows - row < PANEL ? job->rows - row : PANEL;
 #if LANES == 8
         if (avx2_has_dots(job, rows)) {
+            Avx2Pieces known = {.k = -1};
             for (int64_t n = begin, wide; n < end; n += wide) {
                 wide = end - n < 2 ? 1 : 2;
                 for (int64_t k = 0; k < job->inputs; k += DEPTH)
-                    if (!avx2_dots(job, row, rows, n, wide, k))
+                    if (!avx2_dots(job, row, rows, n, wide, k, &known))
                         NAME(strip)(job, row, rows, n, (int)wide, 1, k, scratch);
             }
             continue;

@@ -108,27 +108,38 @@ static int avx2_has_dots(const Linear *job, int64_t rows)
     return rows <= AVX2_ROWS && job->form != FLOAT32 && avx2_has_numbers(job);
 }
 
+/* The pieces of inputs from k on: of short rows those of one output are those of all. */
+typedef struct {
+    int64_t k;
+    int count;
+    Avx2Piece pieces[4];
+} Avx2Pieces;
+
 /* Inputs from k on, of at most DEPTH, of one or two rows times the outputs n and n + wide - 1 in a block format, whose numbers
  * stay in registers; see linear.h for the order of sums. 0: it is not for these. */
-static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, int64_t wide, int64_t k)
+static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, int64_t wide, int64_t k, Avx2Pieces *known)
 {
     float room[4][DEPTH / DYNAMIC_BLOCK];
     uint8_t brought[4][2][AVX2_BYTES];
     float edge[AVX2_ROWS * DYNAMIC_GROUP];
     __m256 kept[2 * AVX2_ROWS];
     int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH, left = depth % DYNAMIC_GROUP / DYNAMIC_BLOCK;
-    Avx2Piece pieces[4];
     const uint8_t *at[4][2];
     if (depth % DYNAMIC_BLOCK != 0)
         return 0;
-    int count = avx2_pieces(job, k, depth, pieces);
+    if (known->k != k)
+        *known = (Avx2Pieces){.k = k}, known->count = avx2_pieces(job, k, depth, known->pieces);
+    const Avx2Piece *pieces = known->pieces;
+    int count = known->count;
     for (int i = 0; i < 2; i++) {
         int64_t own = n + (i < wide ? i : 0);
-        Coded coded = coded_row(job, own);
-        if (EXACT(job->format))
-            avx2_scales(job, &coded, k, depth / DYNAMIC_BLOCK, room[i], room[2 + i]);
-        else if (!AT_BEGIN(job->format) && !avx2_ready(job, &coded, k, depth / DYNAMIC_BLOCK, 1, room[i], room[2 + i]))
-            return 0;
+        if (!AT_BEGIN(job->format)) {
+            Coded coded = coded_row(job, own);
+            if (EXACT(job->format))
+                avx2_scales(job, &coded, k, depth / DYNAMIC_BLOCK, room[i], room[2 + i]);
+            else if (!avx2_ready(job, &coded, k, depth / DYNAMIC_BLOCK, 1, room[i], room[2 + i]))
+                return 0;
+        }
         int copied = left != 2 || own + 1 == job->outputs; /* else the next row's bytes are read, not used */
         for (int p = 0; p < count; p++)
             at[p][i] = avx2_brought(job, pieces + p, own, copied, brought[p][i]);

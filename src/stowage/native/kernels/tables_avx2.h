@@ -195,7 +195,8 @@ static int avx2_ready_words(const Coded *row, int64_t k, int64_t blocks, float l
     __m256i which = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), zero = _mm256_set1_epi32(8);
     __m256 odd = _mm256_setzero_ps(), none = odd, sign = _mm256_set1_ps(-0.0f);
     for (int64_t g = 0; g < groups; g += 8) {
-        int64_t count = groups - g < 8 ? groups - g : 8;
+        int64_t count = groups < 8 ? groups : 8;
+        g = g <= groups - count ? g : groups - count; /* some of the last eight again */
         __m256i v = avx2_eight_of(row->scales + (first + g) * bytes, bytes, count);
         __m256 scale = avx2_floats_of(row->kind, v), own = _mm256_andnot_ps(sign, scale);
         if (row->zeros != NULL) {
@@ -212,5 +213,7 @@ static int avx2_ready_words(const Coded *row, int64_t k, int64_t blocks, float l
             _mm256_storeu_si256((__m256i *)(more + g * alike + 8 * i), _mm256_permutevar8x32_epi32(zero, from));
         }
     }
+    for (int64_t b = blocks; b % 4; b++) /* of no inputs */
+        scales[b] = 0, more[b] = float_of(8);
     return _mm256_testz_ps(odd, odd);
 }
