@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["bounded"]
-
 _ROOT = Path("/sys/fs/cgroup")
 
 

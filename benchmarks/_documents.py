@@ -7,8 +7,6 @@ from pathlib import Path
 
 from stowage.demo import corpus
 
-__all__ = ["documents"]
-
 GERMAN = """Am Morgen lag Nebel über dem Hafen, und die Kräne standen still wie Tiere, die auf etwas warten. Der Lotse
 trank seinen Kaffee im Stehen, sah auf die Uhr und auf das Wasser und sagte, vor neun laufe heute nichts
 aus. Also blieben die Matrosen an Bord, flickten Leinen, schrieben Karten nach Hause und stritten darüber,

@@ -11,8 +11,6 @@ from typing import Any
 
 from stowage.planner.compute import waited_share
 
-__all__ = ["PYTHON", "Peer"]
-
 PYTHON = Path(".venv-bench/bin/python")
 """The peers' environment, which `make bench-env` makes."""
 

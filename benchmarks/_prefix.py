@@ -11,8 +11,6 @@ from typing import Any
 from benchmarks import models
 from benchmarks._report import write_result
 
-__all__ = ["run"]
-
 
 def run(
     name: str, about: str | None, measure: Callable[[Any, int, int, Path], Any], report: Callable[[Any], dict[str, Any]]

@@ -21,18 +21,6 @@ from stowage.cache.flow import Flow
 from stowage.cache.policy import MakePolicy
 from stowage.core.geometry import Geometry, Group, Kind, SlabClass
 
-__all__ = [
-    "Line",
-    "Prompt",
-    "belady",
-    "leading",
-    "prefix_lru",
-    "read_lines",
-    "read_trace",
-    "through_flow",
-    "through_policy",
-]
-
 Prompt = list[int]
 Line = dict[str, Any]
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from stowage.planner.probe import cpu_name
 
-__all__ = ["RESULTS", "Spread", "describe_machine", "median_spread", "read_result", "write_result"]
-
 RESULTS = Path(__file__).parent / "results"
 
 

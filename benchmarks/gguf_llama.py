@@ -10,8 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_sizes", "write"]
-
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",

@@ -26,8 +26,6 @@ from benchmarks import moe_model
 from benchmarks.gguf_llama import add_sizes
 from stowage.weights.quantized.formats import Spec, dequantized
 
-__all__ = ["GGUF_TYPE", "write"]
-
 _METHODS: Final[Mapping[str, dict[str, Any]]] = {
     "gpt_oss": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
     "deepseek_v3": {
