@@ -1,7 +1,5 @@
 """Bad input gets a clear error that says what to do, and nothing is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Chunks that lie packed in host memory come back to the bit, and count within host memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from stowage.config.memory import Memory

@@ -1,7 +1,5 @@
 """What goes wrong for one request is that request's alone: the others get their answers, and the engine lives on."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Callbacks, streams and event loops: what one does is its own request's affair. An engine that stops tells all."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import sys

@@ -1,7 +1,5 @@
 """A tier of the user's own below the others: found, exact, closed with the engine; and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

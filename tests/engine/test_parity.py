@@ -1,7 +1,5 @@
 """The first promise: the engine answers what plain ``generate()`` answers, for one family of every kind of group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,8 +2,6 @@
 changes.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from stowage.testing.tiny_models import KINDS

@@ -1,7 +1,5 @@
 """Log-probabilities of the prompt: those of plain Transformers, however the prompt was cut, cached or preempted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 nothing leaks.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -2,8 +2,6 @@
 for every kind of layer, from host memory and from disk.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

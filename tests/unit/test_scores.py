@@ -1,7 +1,5 @@
 """Attention with caps and sinks is what the formula says, however it is cut and folded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The table of families, the engine's lists and the documentation say the same."""
 
-from __future__ import annotations
-
 import pytest
 from scripts.models_doc import HEAD, PAGE, SAME, not_tried, tail
 from transformers import AutoConfig
