@@ -145,3 +145,20 @@ def test_a_silent_tier_is_waited_for_ever_less_often() -> None:
     assert not cost_model.worth_loading(1000, {1: 4000})
     cost_model.loaded(1, 4000, 0.1)
     assert cost_model.worth_loading(1000, {1: 4000})
+
+
+def test_what_is_forgotten_for_good_is_not_measured_again() -> None:
+    cost_model = CostModel(30.0, 64, tokens_per_s_most=1e6)
+    cost_model.forget(for_good=True)
+    for _ in range(3):
+        cost_model.computed(64, 1e-6)
+        cost_model.delivered({1: 1}, 10.0)
+        cost_model.missed({1: 2}, {1: 1}, 10.0)
+        cost_model.silent(1, 0.0, 10.0)
+        cost_model.bounded(1, 1e-3, 1e-2)
+    assert cost_model.worth_loading(64, {1: 1 << 40}) and not cost_model.worth_overlapping(64, {1: 1 << 40})
+    assert cost_model.load_limit_s(64) == 30.0 and cost_model.lookup_limit_s(64, 0.5) == 0.5
+    cost_model.forget()
+    cost_model.computed(64, 1e-6)
+    cost_model.delivered({1: 1}, 10.0)
+    assert not cost_model.worth_loading(64, {1: 1 << 40})

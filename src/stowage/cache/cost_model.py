@@ -67,9 +67,12 @@ class CostModel:
         """What a load from a tier that brought nothing in time is taken to need, be it ever so short."""
         self._silences: dict[int, tuple[int, float]] = {}
         """How often in a row, and when last."""
+        self._learns = True
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A forward of so many tokens took ``seconds``."""
+        if not self._learns:
+            return
         order = tokens.bit_length()
         old_tokens, old_s = self._forwards.get(order, (tokens, seconds))
         seconds = min(seconds, _DISTURBED_RATIO * old_s * tokens / old_tokens)
@@ -78,6 +81,8 @@ class CostModel:
 
     def loaded(self, tier: int, nbytes: int, seconds: float) -> None:
         """``nbytes`` came from ``tier`` in ``seconds``."""
+        if not self._learns:
+            return
         self._heard(tier)
         rate = nbytes / max(seconds, 1e-9)
         self.bytes_per_s[tier] = _blend(self.bytes_per_s.get(tier, rate), rate, _NEWEST_SHARE)
@@ -99,6 +104,8 @@ class CostModel:
         """``tier`` brought nothing in that time. Its circuit breaker may stay closed, since it may still take stores.
         Fetches at the same time count once.
         """
+        if not self._learns:
+            return
         count, last_s = self._silences.get(tier, (0, -math.inf))
         if began_s < last_s:
             return
@@ -111,8 +118,11 @@ class CostModel:
         self._least_s.pop(tier, None)
         self._silences.pop(tier, None)
 
-    def forget(self) -> None:
-        """Forget all measurements: the next loads are tried, whatever they cost."""
+    def forget(self, for_good: bool = False) -> None:
+        """Forget all measurements: the next loads are tried, whatever they cost. ``for_good``: so are all later ones,
+        since nothing is measured any more.
+        """
+        self._learns = not for_good
         self._forwards.clear()
         self._tokens_per_s_most = 0.0
         self.bytes_per_s.clear()

@@ -349,10 +349,12 @@ class Engine:
         with self._lock:
             return self.store.drop_host() if self.store is not None else 0
 
-    def forget_costs(self) -> None:
-        """Forget how fast this engine computed and loaded: the next prefixes are loaded, be it quicker or not."""
+    def forget_costs(self, for_good: bool = False) -> None:
+        """Forget how fast this engine computed and loaded: the next prefixes are loaded, be it quicker or not.
+        ``for_good``: and do not measure it again, so that all later ones are.
+        """
         with self._lock:
-            self._cost_model.forget()
+            self._cost_model.forget(for_good)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Wait until everything stored has reached the lower tiers, at most ``timeout_s``; whether it has. Requests go

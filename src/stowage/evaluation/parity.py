@@ -174,12 +174,16 @@ def verify(
         del model_of_engine, engine
         comparison.allow(same.bound)
         with opened(tiered) as engine:
+            engine.forget_costs(
+                for_good=True
+            )  # prompts are loaded even if computing them is quicker, as of tiny models
             for scenario in scenarios:
                 comparison.warm(engine, scenario, lower[0])
             comparison.together(engine, scenarios, lower[0])
             runs.flush(engine)
         for tier in lower:
             with opened(runs.with_only(tiered, tier)) as engine:
+                engine.forget_costs(for_good=True)
                 for scenario in scenarios:
                     comparison.after_restart(engine, scenario, tier)
     return Report(tuple(comparison.cases), seed, computed_in, executor, exact, same)
@@ -227,7 +231,6 @@ class _Comparison:
         """All at once, served by ``tier``: batching must not change an answer."""
         self._progress("all at once")
         runs.leave_only(engine, tier)
-        engine.forget_costs()
         asked = [scenario.prompt for scenario in scenarios]
         found_of = engine.generate([list(prompt.tokens) for prompt in asked], _PARAMS, salt=self._salt)
         for prompt, found in zip(asked, found_of, strict=True):
@@ -242,7 +245,6 @@ class _Comparison:
 
     def _ask(self, engine: Engine, prompt: Prompt) -> Completion:
         self._progress(prompt.name)
-        engine.forget_costs()  # the prompt is loaded even if computing it is quicker, as it is for tiny models
         return engine.generate([list(prompt.tokens)], _PARAMS, salt=self._salt)[0]
 
     def _compare(
