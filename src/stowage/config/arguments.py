@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, Final
 
-from stowage.config.memory import TEXT_MAX, Memory
 from stowage.config.wording import shown_value
 from stowage.errors import ConfigError
 
+TEXT_MAX: Final = 4096
+"""Characters of a path, an address or a name."""
 _ITEMS_MAX: Final = 1 << 20
 
 
@@ -58,13 +59,6 @@ def items_of(values: Any) -> tuple[Any, ...] | None:
         return tuple(islice(values, _ITEMS_MAX))
     except Exception:  # noqa: BLE001 - what iterates may be anybody's
         return None
-
-
-def budgets(name: str, value: Any) -> Memory | None:
-    """Budgets, or none."""
-    if value is not None and not isinstance(value, Memory):
-        raise ConfigError(f"{name} is a {type(value).__name__}: it must be a stowage.Memory.")
-    return value
 
 
 def checkpoint(name: str, value: Any) -> Any:

@@ -7,8 +7,8 @@ Contract:
 - ``parse_size``, ``parse_disk`` and ``parse_tokens`` are the only readers of sizes. They are exact (no floating point)
   and refuse what they do not understand.
 
-Imports only the standard library, ``errors``, ``addresses``, ``names`` and ``wording``. Which source a setting comes
-from is ``config/settings.py``'s job.
+Imports only the standard library, ``errors``, ``addresses``, ``arguments``, ``names`` and ``wording``. Which source
+a setting comes from is ``config/settings.py``'s job.
 """
 
 import os
@@ -20,6 +20,7 @@ from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 
+from stowage.config import arguments
 from stowage.config.addresses import parse_object, parse_valkey, shown
 from stowage.config.names import with_old_names
 from stowage.config.wording import shown_value, unknown_name
@@ -37,9 +38,8 @@ _SIZE_BYTES_MAX = 1 << 62
 _SIZE_CHARACTERS_MAX = 64
 SIZE_FIX = "Write a number of bytes, or a number with a unit such as 512MB, 2GiB or 30%."
 _COUNT_MAX = (1 << 31) - 1
-TEXT_MAX = 4096
-"""Characters of a path, an address or a name; rules for weights may be longer."""
 RULES_MAX = 1 << 16
+"""Characters of rules for weights."""
 _TEXTS = (
     "disk compression disk_protection disk_key_file valkey valkey_password_file object eviction_policy weights".split()
 )
@@ -266,15 +266,7 @@ class Memory:
 
     def _check_types(self) -> None:
         for name in _TEXTS:
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise ConfigError(f"{name} is a {type(value).__name__}: it must be text.")
-            if len(value) > (RULES_MAX if name == "weights" else TEXT_MAX):
-                raise ConfigError(f"{name} has {len(value)} characters: it may have {TEXT_MAX} (weights {RULES_MAX}).")
-            try:
-                os.fsencode(value)
-            except UnicodeEncodeError as error:
-                raise ConfigError(f"{name} is no text: it has half a surrogate pair at {error.start}.") from error
+            arguments.text(name, getattr(self, name), RULES_MAX if name == "weights" else arguments.TEXT_MAX)
         for name in ("load_timeout_s", "valkey_ttl_s", "lookup_timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
@@ -388,8 +380,6 @@ def _check_protection(protection: str, key_file: str) -> None:
             f"disk_protection is {protection}, which needs a key. Make one with `stowage key new FILE`, and set "
             f"disk_key_file to that file."
         )
-    if "\0" in key_file:
-        raise ConfigError("disk_key_file holds a zero byte: that names no file.")
     if key_file:
         _expanded("disk_key_file", key_file)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stowage.config import arguments
+from stowage.config.memory import Memory
 from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import ConfigError, RequestError
 
@@ -16,7 +17,8 @@ from stowage.errors import ConfigError, RequestError
 def check_engine(model: Any, memory: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
     """Check an engine's arguments; returns its tiers. Raises ``ConfigError``, which names the argument."""
     arguments.checkpoint("model", model)
-    arguments.budgets("memory", memory)
+    if memory is not None and not isinstance(memory, Memory):
+        raise ConfigError(f"memory is a {type(memory).__name__}: it must be a stowage.Memory.")
     for name in ("dtype", "device"):
         arguments.text(name, given[name])
     arguments.text("salt", given["salt"], encode=str.encode)
