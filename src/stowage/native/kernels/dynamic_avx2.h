@@ -58,11 +58,11 @@ static inline ALWAYS __m256 avx2_value(__m256i sums, __m256 of_inputs, __m256 of
 }
 
 /* R rows of x, two outputs whose groups are `at`: columns of sums go on from those `kept`. `scales`: of both outputs, then
- * least values or second scales; of blocks that begin with them they are read there, and only of those that are `there` (all
- * bits of a lane are set): others may be no numbers. */
+ * least values or second scales; of blocks that begin with them they are read there, and of the last group only those that are
+ * there (all bits of a lane of `there[1]` are set, and of `there[0]`): others may be no numbers. */
 #define ROWS_OF(FORMAT, format, BYTES, PER, KIND, SIZE, R)                                                                     \
     static void avx2_few_##format##R(const DynamicInputs *x, int64_t x_row, const uint8_t *const at[2], int64_t groups,\
-                                     const float *const scales[4], __m256 there UNUSED, __m256 *kept)                  \
+                                     const float *const scales[4], const __m256 *there UNUSED, __m256 *kept)           \
     {                                                                                                                  \
         __m256 all[R];                                                                                                 \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
@@ -77,9 +77,9 @@ static inline ALWAYS __m256 avx2_value(__m256i sums, __m256 of_inputs, __m256 of
             }                                                                                                          \
             __m256 own, more;                                                                                          \
             if (AT_BEGIN(FORMAT)) {                                                                                      \
-                own = _mm256_and_ps(avx2_halves_of(own_at[0], own_at[1], BYTES / 4), there);                           \
-                more = KIND != LEAST ? own                                                                             \
-                                     : _mm256_and_ps(avx2_halves_of(own_at[0] + 2, own_at[1] + 2, BYTES / 4), there);  \
+                own = _mm256_and_ps(avx2_halves_of(own_at[0], own_at[1], BYTES / 4), there[g + 1 == groups]);          \
+                more = KIND == LEAST ? avx2_halves_of(own_at[0] + 2, own_at[1] + 2, BYTES / 4) : own;                  \
+                more = KIND == LEAST ? _mm256_and_ps(more, there[g + 1 == groups]) : own;                              \
             } else {                                                                                                   \
                 own = avx2_both(scales[0] + 4 * g, scales[1] + 4 * g);                                                 \
                 more = KIND == BIASED ? own : avx2_both(scales[2] + 4 * g, scales[3] + 4 * g);                         \
@@ -125,7 +125,7 @@ typedef struct {
     int64_t bytes, per; /* of so many groups */
     DynamicKind kind;
     int size; /* of codes */
-    void (*few[3])(const DynamicInputs *, int64_t, const uint8_t *const *, int64_t, const float *const *, __m256, __m256 *);
+    void (*few[3])(const DynamicInputs *, int64_t, const uint8_t *const *, int64_t, const float *const *, const __m256 *, __m256 *);
     Avx2Lay lay;
 } Avx2Ways;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
@@ -218,9 +218,15 @@ static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
     Avx2Piece pieces[4];
     int count = avx2_pieces(job, 0, job->inputs, pieces);
     uint8_t brought[2][AVX2_BYTES];
-    int64_t groups = dynamic_groups(job->inputs), blocks = 4 * groups;
+    int64_t groups = dynamic_groups(job->inputs), blocks = 4 * groups, left = job->inputs % DYNAMIC_GROUP / DYNAMIC_BLOCK;
+    __m256i lanes = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3));
+    __m256 all = (__m256)_mm256_set1_epi32(-1), there[3] = {all, all, (__m256)lanes};
+    const Avx2Piece *last = pieces + count - 1;
+    int joins = count > 1 && left > 0 && last->ways == last[-1].ways && !avx2_is_mixed(job, last->first) &&
+                !avx2_is_mixed(job, last[-1].first);
     for (int64_t n = begin, wide; n < end; n += wide) {
         wide = end - n < 2 ? 1 : 2;
+        int joined = joins && (job->outputs - n - wide) * job->w_row >= last->ways->bytes; /* the last two pieces are one */
         for (int i = 0; i < 2 && !AT_BEGIN(job->format); i++) {
             Coded row = coded_row(job, n + (i < wide ? i : 0));
             avx2_scales(job, &row, 0, job->inputs / DYNAMIC_BLOCK, room + i * blocks, room + (2 + i) * blocks);
@@ -232,11 +238,10 @@ static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
             UNROLLED for (int i = 0; i < 4; i++) /* not as their initial values, for which compilers call a slow instruction */
                 kept[i] = _mm256_setzero_ps();
             step = 1 << way;
-            for (const Avx2Piece *piece = pieces; piece < pieces + count; piece++) {
+            for (const Avx2Piece *piece = pieces; piece <= last - joined; piece++) {
                 const uint8_t *at[2];
                 const float *scales[4];
-                int64_t there = piece->left ? (int64_t)piece->left * 4 / piece->ways->bytes : 4; /* blocks of the last group */
-                __m256i lanes = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)there), _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3));
+                int64_t more = joined && piece + 1 == last;
                 for (int i = 0; i < 2; i++) {
                     int64_t own = n + (i < wide ? i : 0), behind = (job->outputs - 1 - own) * job->w_row;
                     /* else codes of what follows are read, which zeros are multiplied with */
@@ -244,7 +249,7 @@ static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
                 }
                 for (int i = 0; i < 4; i++)
                     scales[i] = room + i * blocks + 4 * piece->first;
-                piece->ways->few[way](x + piece->first, groups, at, piece->count, scales, (__m256)lanes, kept);
+                piece->ways->few[way](x + piece->first, groups, at, piece->count + more, scales, there + (more || piece->left), kept);
             }
             for (int64_t i = 0; i < step; i++) {
                 __m256 sums = kept[i];
