@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+import types
+from typing import Any
 
 import pytest
 
+import stowage.cli
 from stowage import __version__
 from tests.cli.conftest import SOURCE, OwnProcess, Stowage
 
@@ -87,3 +90,14 @@ def test_a_name_that_no_file_system_takes(arguments: tuple[str, ...], call: Stow
     result = call(*arguments)
     assert result.exit_code == 2
     assert result.stderr.endswith("no file system takes names of this length. Give a shorter one.\n")
+
+
+def test_an_interrupt_while_commands_are_imported_is_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "stowage.cli.app", Interrupted("stowage.cli.app"))
+    with pytest.raises(SystemExit) as ended:
+        stowage.cli.main()
+    assert ended.value.code == 130

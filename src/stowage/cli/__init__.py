@@ -41,6 +41,13 @@ def _replace_closed_streams() -> None:
 
 def main() -> None:
     """Do what ``sys.argv`` asks for. Raises SystemExit, with the status."""
+    try:
+        _command()
+    except KeyboardInterrupt as interrupt:  # while the commands were imported; they know it themselves later
+        raise SystemExit(128 + signal.SIGINT) from interrupt
+
+
+def _command() -> None:
     from stowage import openmp
     from stowage.cli.app import app
     from stowage.cli.output import complain, stdout_refuses
