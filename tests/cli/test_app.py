@@ -1,8 +1,10 @@
 """What holds for every command: help answers at once, and errors are one paragraph."""
 
+import errno
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +103,41 @@ def test_an_interrupt_while_commands_are_imported_is_status_130(monkeypatch: pyt
     with pytest.raises(SystemExit) as ended:
         stowage.cli.main()
     assert ended.value.code == 130
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/m/config.json"),
+            "/m/config.json: Permission denied. Give",
+        ),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), "The current directory does not exist any more"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300), "Give a shorter one"),
+    ],
+)
+def test_what_the_file_system_refuses_is_told(
+    error: OSError, told: str, call: Stowage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_given: object) -> None:
+        raise error
+
+    monkeypatch.setattr("stowage.cli.stats.quota", refused)
+    result = call("stats", tmp_path)
+    assert result.exit_code == 2 and told in result.stderr and "Traceback" not in result.stderr, result.stderr
+    assert call("stats", tmp_path, "--debug").exception is error
+
+
+def test_a_current_directory_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for command in (("config", "show"), ("stats", "kv")):
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "stowage", *command],
+            env={"PYTHONPATH": str(SOURCE), "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert "The current directory does not exist any more: change to another one." in done.stderr

@@ -1,4 +1,4 @@
-"""Puts the commands together, and turns every StowageError, and a name that is too long, into one paragraph on
+"""Puts the commands together, and turns every StowageError, and what a file system refuses, into one paragraph on
 stderr and exit status 2."""
 
 import errno
@@ -45,12 +45,24 @@ class _Group(TyperGroup):
             complain(str(told))
             raise typer.Exit(2) from error
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG or wants_traceback(ctx):
+            text = _told(error)
+            if not text or wants_traceback(ctx):
                 raise
-            complain(f"{error.filename}: no file system takes names of this length. Give a shorter one.")
+            complain(text)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(130) from interrupt
+
+
+def _told(error: OSError) -> str:
+    """What to tell of a file that no code of ours looked after; empty: nothing, it is a bug."""
+    if error.errno == errno.ENAMETOOLONG:
+        return f"{error.filename}: no file system takes names of this length. Give a shorter one."
+    if error.errno in (errno.EACCES, errno.EPERM) and error.filename:
+        return f"{error.filename}: {error.strerror}. Give this user the right to read it, or run as its owner."
+    if error.errno == errno.ENOENT and error.filename is None:  # of getcwd
+        return "The current directory does not exist any more: change to another one."
+    return ""
 
 
 app = typer.Typer(
