@@ -174,9 +174,7 @@ def verify(
         del model_of_engine, engine
         comparison.allow(same.bound)
         with opened(tiered) as engine:
-            engine.forget_costs(
-                for_good=True
-            )  # prompts are loaded even if computing them is quicker, as of tiny models
+            engine.forget_costs(for_good=True)  # loaded even if computing is quicker, as of tiny models
             for scenario in scenarios:
                 comparison.warm(engine, scenario, lower[0])
             comparison.together(engine, scenarios, lower[0])
