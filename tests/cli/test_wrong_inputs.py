@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shlex
@@ -245,6 +246,23 @@ def test_what_is_told_of_a_wrong_input(
     named = [argument.replace("DIR", str(directory)).replace("NEW", str(tmp_path / "new")) for argument in arguments]
     said = told(call(*named), tmp_path)
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("command", [("run", "-p", "x"), ("plan", "--machine", "typical-cpu")])
+def test_weights_that_this_user_may_not_read_are_not_called_damaged(
+    command: tuple[str, ...], call: Stowage, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def refused(self: Path, *given: Any, **named: Any) -> Any:
+        if self.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return opened(self, *given, **named)
+
+    monkeypatch.setattr(Path, "open", refused)
+    said = told(call(command[0], tiny_llama, *command[1:]), tmp_path)
+    assert "model.safetensors cannot be read (Permission denied). Give this user the right" in said, said
+    assert "download" not in said and "damaged" not in said
 
 
 def test_others_may_read_what_tiny_writes_as_they_may_read_other_files(tiny_llama: Path) -> None:

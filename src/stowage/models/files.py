@@ -150,11 +150,20 @@ def _check_generation(path: Path) -> None:
     raise CheckpointError(f"{path} is damaged ({said}); download it again, or remove it.")
 
 
+def unreadable(path: Path, error: OSError) -> str:
+    """What is told of a file that is there and cannot be opened, which no download mends."""
+    return f"{path} cannot be read ({error.strerror}). Give this user the right to read it, or run as its owner."
+
+
 def _check_file(path: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; download the checkpoint again.")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise CheckpointError(unreadable(path, error)) from error
     try:
         with safe_open(path, framework="numpy"):
             pass

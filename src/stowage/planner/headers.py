@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from stowage.core.geometry import Kind
 from stowage.errors import CheckpointError
-from stowage.models.files import weight_files
+from stowage.models.files import unreadable, weight_files
 from stowage.planner.model_config import ITEM_BYTES, LOSSLESS, PACKED, Fields
 from stowage.planner.shapes import (
     ATTENTION,
@@ -95,6 +95,8 @@ def read_header(path: Path) -> list[Tensor]:
         packed, lossless = (json.loads(metadata.get(name, "{}")) for name in (PACKED, LOSSLESS))
         found = [_tensor(name, entry, data_bytes, packed.get(name, 0)) for name, entry in entries.items()]
         return [_unpacked(tensor, lossless[tensor.name]) if tensor.name in lossless else tensor for tensor in found]
+    except PermissionError as error:
+        raise CheckpointError(unreadable(path, error)) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no whole safetensors file ({error}); download it again.") from error
 
