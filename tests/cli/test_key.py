@@ -79,7 +79,7 @@ def test_run_refuses_a_key_file_that_others_can_read(call: Stowage, tmp_path: Pa
     assert result.exit_code == 2 and "chmod 600" in result.stderr
     assert not (tmp_path / "cache").exists()
     assert "stowage key new" in call("run", tiny_llama, "--prompt", "hello", *memory, *protected[:2]).stderr
-    assert "leave disk_key_file out" in call("run", tiny_llama, "--prompt", "hello", *memory, *protected[2:]).stderr
+    assert "leave --disk-key-file out" in call("run", tiny_llama, "--prompt", "hello", *memory, *protected[2:]).stderr
 
 
 def test_stats_say_how_segments_are_protected(call: Stowage, tmp_path: Path) -> None:

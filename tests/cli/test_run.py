@@ -162,12 +162,12 @@ def test_a_second_process_finds_the_prefix_on_disk(call_process: OwnProcess, tin
         (["--prompt-file", "missing.txt"], "missing.txt"),
         (["--prompt-file", "binary"], "not UTF-8"),
         (["--prompt", "x", "--kv-cache-memory", "1KiB"], "least that works"),
-        (["--prompt", "x", "--host-memory", "1KiB"], "set host_memory to at least"),
+        (["--prompt", "x", "--host-memory", "1KiB"], "set --host-memory to at least"),
         (["--prompt", "x", "--host-memory", "8MiB", "--disk", "kv:1KiB"], "least that works"),
         (["--prompt", "x", "--host-memory", "8MiB", "--disk", "file:1GiB"], "cache directory"),
-        (["--prompt", "x", "--top-p", "2"], "top_p"),
+        (["--prompt", "x", "--top-p", "2"], "--top-p must be"),
         (["--prompt", "x", "--dtype", "int3"], "int3"),
-        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be"),
     ],
 )
 def test_what_cannot_be_run_says_why(

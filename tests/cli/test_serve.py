@@ -81,7 +81,7 @@ def test_a_bad_key_file(call: Stowage, tmp_path: Path) -> None:
     ("flag", "value", "words"),
     [
         ("--max-body-size", "10", "at least 1024"),
-        ("--max-body-size", "much", "max_body_size"),
+        ("--max-body-size", "much", "--max-body-size"),
         ("--max-header-size", "0", "at least 1024"),
         ("--max-queued-requests", "-1", "0 or more"),
         ("--max-choices", "0", "1 or more"),
@@ -91,7 +91,7 @@ def test_a_bad_key_file(call: Stowage, tmp_path: Path) -> None:
         ("--shutdown-timeout-s", "inf", "finite"),
         ("--stall-timeout-s", "nan", "finite"),
         ("--keep-alive-s", "soon", "not a number"),
-        ("--kv-cache-memory", "0", "kv_cache_memory"),
+        ("--kv-cache-memory", "0", "--kv-cache-memory is 0"),
     ],
 )
 def test_limits_that_cannot_be_kept(call: Stowage, flag: str, value: str, words: str) -> None:

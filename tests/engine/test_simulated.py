@@ -189,7 +189,7 @@ def test_what_is_computed_while_it_is_loaded(rate, checkpoints, tmp_path, monkey
         step_tokens=64,
         prefill_tokens_per_s=1000.0,
         prefill_s_fixed=0.001,
-        copy_bytes_per_s=1e18,
+        copy_bytes_per_s=1e15,
         disk=Link(rate, 1e9, 1e-4),
     )
     memory = Memory(
