@@ -25,28 +25,19 @@ if TYPE_CHECKING:
 _SWEPT = ("host_memory", "disk", "nodes", "eviction_policy", "routing")
 
 _SPEED_UP_MAX = 1e9
-_FLAGS = {
-    name: flag_of(called)
-    for name, called in {
-        "block_tokens": "block_size",
-        "step_tokens": "max_num_batched_tokens",
-        "policy": "eviction_policy",
-        "prefill_s_fixed": "prefill_fixed_ms (in seconds)",
-        "load_s_fixed": "load_fixed_ms (in seconds)",
-        "copy_bytes_per_s": "copy_rate",
-        "price_node_hour": "price_node_hour",
-        "price_disk_gib_month": "price_disk_gib_month",
-        "price_object_gib_month": "price_object_gib_month",
-        "price_transfer_gb": "price_transfer_gb",
-        "kv_bytes_per_token": "kv_bytes_per_token",
-        "prefill_tokens_per_s": "prefill_tokens_per_s",
-        "packed_share": "packed_share",
-        "nodes": "nodes",
-        "routing": "routing",
-        "seed": "seed",
-        "sticky_blocks": "sticky_blocks",
-    }.items()
+_RENAMED = {
+    "block_tokens": "block_size",
+    "step_tokens": "max_num_batched_tokens",
+    "policy": "eviction_policy",
+    "prefill_s_fixed": "prefill_fixed_ms (in seconds)",
+    "load_s_fixed": "load_fixed_ms (in seconds)",
+    "copy_bytes_per_s": "copy_rate",
 }
+_SAME = (
+    *("price_node_hour", "price_disk_gib_month", "price_object_gib_month", "price_transfer_gb"),
+    *("kv_bytes_per_token", "prefill_tokens_per_s", "packed_share", "nodes", "routing", "seed", "sticky_blocks"),
+)
+_FLAGS = {name: flag_of(_RENAMED.get(name, name)) for name in (*_RENAMED, *_SAME)}
 """How the numbers of a scenario are called here."""
 
 
