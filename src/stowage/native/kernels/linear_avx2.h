@@ -51,14 +51,13 @@ static int avx2_ready(const Linear *job, const Coded *row, int64_t k, int64_t bl
 
 /* Floats of 8 and 16 bits, 32 at a time: how many were done before some that are no usual numbers. A float of 8 bits (e4m3) is
  * one of 16 times 2^8. */
-static int64_t avx2_decode_floats(const Linear *job, int64_t n, int64_t k, int64_t end, float *to)
+static int64_t avx2_decode_floats(const Linear *job, const Coded *row, int64_t k, int64_t end, float *to)
 {
-    Coded row = coded_row(job, n);
     int64_t begin = k;
     int bytes = job->format == FP8;
     for (; k + 32 <= end; k += 32, to += 32) {
-        const uint8_t *at = row.w + (bytes ? k : 2 * k);
-        float own = bytes ? scale_of(&row, k / row.group) : 1;
+        const uint8_t *at = row->w + (bytes ? k : 2 * k);
+        float own = bytes ? scale_of(row, k / row->group) : 1;
         __m256i odd = _mm256_setzero_si256(), all = bytes ? _mm256_set1_epi8(0x7f) : _mm256_set1_epi16(0x7c00);
         for (int i = 0; i < (bytes ? 1 : 2); i++) {
             __m256i v = _mm256_and_si256(avx2_32(at + 32 * i), all);
@@ -88,7 +87,7 @@ static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_
     int64_t blocks = (end - k) / DYNAMIC_BLOCK;
     Avx2Piece pieces[4];
     if (job->format == FP8 || job->format == F16)
-        return avx2_decode_floats(job, n, k, end, to);
+        return avx2_decode_floats(job, &row, k, end, to);
     if (!avx2_has_numbers(job) || !avx2_ready(job, &row, k, blocks, job->form != FLOAT32, scales, more))
         return 0;
     int count = avx2_pieces(job, k, blocks * DYNAMIC_BLOCK, pieces);
