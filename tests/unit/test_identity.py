@@ -96,3 +96,25 @@ def test_a_forked_child_names_weights_too(tmp_path: Path) -> None:
     files = make(tmp_path / "a", os.urandom(8 << 20))
     name = of_checkpoint(tmp_path / "a", files, tmp_path)
     assert exit_code_of_a_child(lambda: of_checkpoint(tmp_path / "a", files, tmp_path) == name) == 0
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin", "pt", "pth", "gguf"])
+def test_all_files_that_others_read_weights_from_name_a_model(suffix: str, tmp_path: Path) -> None:
+    """SGLang's and vLLM's plugins have one list of them."""
+    from stowage.plugins.sglang import names
+
+    make(tmp_path / "a")
+    assert names._weights(str(tmp_path / "a")) == of_checkpoint(tmp_path / "a", identity.files_in(tmp_path / "a"))
+    others = set()
+    for content in (b"1", b"2"):
+        (tmp_path / "a" / f"other.{suffix}").write_bytes(content)
+        others.add(names._weights(str(tmp_path / "a")))
+    assert len(others) == 2
+
+
+def test_what_a_model_is_called_is_not_what_it_answers(tmp_path: Path) -> None:
+    files = make(tmp_path / "a")
+    for name in ("tokenizer.json", "generation_config.json", "model.safetensors.index.json", "README.md"):
+        (tmp_path / "a" / name).write_text("{}")
+    assert identity.files_in(tmp_path / "a") == files and identity.have_tensors(files)
+    assert not identity.have_tensors([tmp_path / "config.json", tmp_path / "modeling.py"])

@@ -21,10 +21,27 @@ from blake3 import blake3
 
 from stowage.models.remembered import Remembered, default_state_directory
 
+_ANSWERED_FROM = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json", "*.py")
+_WITHOUT_TENSORS = (".json", ".py")
+_LEFT_OUT = ("tokenizer*.json", "generation_config.json", "special_tokens_map.json", "*.index.json")
 _HEX = 64
 _PIECE_BYTES = 64 << 20
 _SETTLED_S = 2.0
 """How long a file must have been left alone before its times are trusted to tell whether it changes."""
+
+
+def files_in(directory: Path) -> list[Path]:
+    """What the answers of a model or adapter in ``directory`` depend on, in whatever format others read it, and what it
+    is called does not. An engine that loads the files itself knows which of them it reads.
+    """
+    left_out = {path for pattern in _LEFT_OUT for path in directory.glob(pattern)}
+    found = {path for pattern in _ANSWERED_FROM for path in directory.glob(pattern) if path.is_file()}
+    return sorted(found - left_out)
+
+
+def have_tensors(files: Iterable[Path]) -> bool:
+    """Whether weights are among ``files``, and not configs and code alone."""
+    return any(path.suffix not in _WITHOUT_TENSORS for path in files)
 
 
 def of_checkpoint(directory: Path, files: Iterable[Path], state_directory: Path | None = None) -> str:

@@ -19,8 +19,6 @@ from stowage.storage.format import envelope, segment
 FORMAT = 1
 """How pages are named and laid out; raised whenever the same tokens come to other bytes."""
 KV, MAMBA = "kv", "mamba"
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json", "*.py")
-_NOT_WEIGHTS = ("tokenizer*.json", "generation_config.json", "special_tokens_map.json", "*.index.json")
 
 
 def page_bytes(pool: Any) -> int:
@@ -84,8 +82,7 @@ def _weights(model: str | None) -> str:
     """A digest of the files of a directory; else the name, as it was given."""
     directory = Path(model or "")
     if model and directory.is_dir():
-        skipped = {path for pattern in _NOT_WEIGHTS for path in directory.glob(pattern)}
-        files = sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern) if path.is_file()} - skipped)
+        files = identity.files_in(directory)
         if files:
             return identity.of_checkpoint(directory, files)
     return f"name:{model}"

@@ -29,9 +29,6 @@ __all__ = ["FORMAT", "Namespaces", "engine_namespace"]
 
 FORMAT = 2
 """How chunks are laid out; raised whenever the same tokens come to other bytes."""
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json", "*.py")
-_NO_TENSORS = (".json", ".py")
-_NOT_WEIGHTS = ("tokenizer*.json", "generation_config.json", "special_tokens_map.json", "*.index.json")
 
 _LLAMA4_TUNED_FROM = 32768
 
@@ -164,23 +161,13 @@ def _weights(model: Any, config: Any) -> str:
         return _private(f"the weights come from {elsewhere} and not from files in a directory")
     directory = _directory(model)
     if directory is not None:
-        files = weight_files(directory)
-        if _have_tensors(files):
+        files = identity.files_in(directory)
+        if identity.have_tensors(files):
             return identity.of_checkpoint(directory, files)
     commit = getattr(model.hf_config, "_commit_hash", None)
     if commit:
         return f"hub:{model.model}@{commit}"
     return _private(f"no files with weights were found of {model.model}, and its revision is not known")
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """What the answers of a model in ``directory`` depend on, and what it is called does not."""
-    skipped = {path for pattern in _NOT_WEIGHTS for path in directory.glob(pattern)}
-    return sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern) if path.is_file()} - skipped)
-
-
-def _have_tensors(files: Iterable[Path]) -> bool:
-    return any(path.suffix not in _NO_TENSORS for path in files)
 
 
 def _directory(model: Any) -> Path | None:
@@ -236,11 +223,11 @@ class Namespaces:
         """What an adapter's files hold, and held when it was seen first: workers read them once, unless they are told
         to again, so of files that have changed meanwhile nobody knows whether they are what is computed with.
         """
-        known, files = self._adapters.get((lora.number, lora.directory)), weight_files(lora.directory)
+        known, files = self._adapters.get((lora.number, lora.directory)), identity.files_in(lora.directory)
         marks = {path: identity.mark_of(path.stat()) for path in files}
         if known is not None and known.marks == marks:
             return known.digest
-        whole = _have_tensors(files)
+        whole = identity.have_tensors(files)
         digest = identity.of_checkpoint(lora.directory, files) if whole else f"private:{os.urandom(16).hex()}"
         if known is not None and known.digest != digest and not lora.again:
             raise ValueError(
