@@ -228,7 +228,7 @@ def test_a_request_that_is_cancelled_while_it_waits_for_answers(redis: RedisServ
     ("memory", "words"),
     [
         ({"object": "file:///proc/nothing"}, "cannot be made"),
-        ({"valkey": "redis://h", "valkey_password_file": "/none"}, "cannot be read"),
+        ({"valkey": "redis://h", "valkey_password_file": "/none"}, "does not exist"),
         ({"object": "file:///tmp/x", "object_limit": 100}, "holds no chunk"),
     ],
 )
@@ -250,6 +250,7 @@ def test_a_password_from_the_environment_and_from_a_file(
     with redis_server("--requirepass", "hush", password="hush") as server:
         path = tmp_path / "password"
         path.write_text("hush\n")
+        path.chmod(0o600)
         for given in ("environment", "file"):
             if given == "environment":
                 monkeypatch.setenv("STOWAGE_VALKEY_PASSWORD", "hush")

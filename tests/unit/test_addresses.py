@@ -116,13 +116,28 @@ def test_a_password_is_the_first_line_of_its_file(tmp_path: Path) -> None:
     path = tmp_path / "password"
     for content in (b"hush", b"hush\n", b"hush\r\nmore\n"):
         path.write_bytes(content)
+        path.chmod(0o600)
         assert read_password(path) == "hush"
     for content in (b"", b"\n", b"x" * 5000, b"\xff\xfe"):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match="password file"):
             read_password(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"none does not exist\. Make one: \(umask 077; cat > "):
         read_password(tmp_path / "none")
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o606, 0o700])
+def test_a_password_that_others_may_read_is_refused_as_other_secrets_are(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    path.write_text("hush")
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=r"chmod 600 .*password") as caught:
+        read_password(path)
+    assert "hush" not in str(caught.value)
+    path.chmod(0o600)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(ConfigError, match="it is a link"):
+        read_password(tmp_path / "link")
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ Imports only the standard library. A password is in no text that this module mak
 import difflib
 import os
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from stowage.config.secret_file import open_secret
 from stowage.errors import ConfigError
 
 OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file", "memory")
@@ -23,6 +25,7 @@ PASSWORD_VARIABLE: Final = "STOWAGE_VALKEY_PASSWORD"
 _VALKEY_OPTIONS: Final = ("ca_file", "cert_file", "cluster", "key_file", "prefix")
 _PREFIX: Final = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _PASSWORD_BYTES_MAX: Final = 4096
+_MAKE: Final = "(umask 077; cat > {file})"
 _OBJECT_FORMS: Final = "s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix or file:///directory"
 _VALKEY_FORMS: Final = "redis://host:6379/0, or rediss://host:6379/0 for TLS"
 
@@ -146,9 +149,9 @@ def valkey_password(url: str, path: Path | None) -> str | None:
 
 
 def read_password(path: Path) -> str:
-    """The first line of a file. Raises ConfigError."""
+    """The first line of a file, which must be this user's alone (`secret_file`). Raises ConfigError."""
     try:
-        with path.open("rb") as file:
+        with open(open_secret(path, "password file", _MAKE.format(file=shlex.quote(str(path)))), "rb") as file:
             content = file.read(_PASSWORD_BYTES_MAX + 1)
         password = content.partition(b"\n")[0].rstrip(b"\r").decode()
     except OSError as error:
