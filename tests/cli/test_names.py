@@ -1,7 +1,6 @@
-"""Flags under old names, under other servers' names, and what ``--help`` shows first."""
+"""Flags under other servers' names, and what ``--help`` shows first."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,43 +14,12 @@ def shown(call: Stowage, *flags: str) -> dict[str, object]:
     return {name: item["value"] for name, item in json.loads(result.stdout).items()}
 
 
-@pytest.mark.parametrize(
-    ("flags", "new", "value"),
-    [
-        (("--host", "2GiB"), "--host-memory", "2GiB"),
-        (("--host=25%",), "--host-memory", "25%"),
-        (("--device-kv", "64MiB"), "--kv-cache-memory", "64MiB"),
-        (("--step-tokens-max=64",), "--max-num-batched-tokens", 64),
-        (("--sequences-max", "3"), "--max-num-seqs", 3),
-        (("--served-name", "--host"), "--served-model-name", "--host"),
-        (("--listen", "0.0.0.0:81"), "--port", 81),
-    ],
-)
-def test_old_flags_work_with_a_hint(call: Stowage, flags: tuple[str, ...], new: str, value: object) -> None:
-    assert shown(call, *flags)[new[2:].replace("-", "_")] == value
-    told = call("config", "show", *flags).stderr
-    assert told.count("\n") == 1 and new in told and "goes with the next release" in told
-
-
-def test_today_s_flags_give_no_hint(call: Stowage) -> None:
-    flags = ("--host", "0.0.0.0", "--port", "81", "--host-memory", "1GiB", "-n", "5", "--stop", "--device-kv")
+def test_a_value_that_looks_like_a_flag_is_a_value(call: Stowage) -> None:
+    flags = ("--host", "0.0.0.0", "--port", "81", "--host-memory", "1GiB", "-n", "5", "--stop", "--ctx-size")
     found = shown(call, *flags)
     assert (found["host"], found["port"], found["host_memory"]) == ("0.0.0.0", 81, "1GiB")
-    assert (found["max_new_tokens"], found["stop"]) == (5, ["--device-kv"])
+    assert (found["max_new_tokens"], found["stop"]) == (5, ["--ctx-size"])
     assert call("config", "show", *flags).stderr == ""
-
-
-def test_hints_for_the_environment_and_the_file(call: Stowage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "stowage.toml").write_text('device_kv = "32MiB"\n')
-    monkeypatch.setenv("STOWAGE_HOST", "2GiB")
-    result = call("config", "show")
-    assert "STOWAGE_HOST is called STOWAGE_HOST_MEMORY" in result.stderr
-    assert "device_kv in " in result.stderr and "kv_cache_memory" in result.stderr
-
-
-def test_a_size_after_host_is_no_address_for_the_server(call: Stowage) -> None:
-    result = call("serve", "./nowhere", "--host", "2GiB", "--port", "0")
-    assert "nowhere does not exist" in result.stderr and "--host-memory" in result.stderr
 
 
 def test_an_address_where_nothing_listens(call: Stowage) -> None:
@@ -93,18 +61,6 @@ def test_the_model_as_a_flag(call: Stowage, flags: tuple[str, ...]) -> None:
         assert result.exit_code == 2 and "nowhere does not exist" in result.stderr
 
 
-def test_old_flags_of_plan_and_simulate(call: Stowage, tmp_path: Path) -> None:
-    result = call("plan", str(tmp_path), "--context", "1k", "--batch", "2", "--step-tokens", "64", "--host", "1GiB")
-    for new in ("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--host-memory"):
-        assert new in result.stderr
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 32, "output_length": 1, "hash_ids": [1, 2]}\n')
-    flags = ("--block-tokens", "16", "--policy", "lru", "--sweep", "host=1GiB,2GiB", "--jobs", "1")
-    result = call("simulate", str(trace), *flags, "--json")
-    assert json.loads(result.stdout)["sweep"] == "host_memory", result.stderr
-    assert result.stderr.count("goes with the next release") == 3
-
-
 def test_unknown_flags_are_still_unknown(call: Stowage) -> None:
     result = call("run", "m", "--hots", "1GiB")
     assert result.exit_code == 2 and "--hots" in result.stderr
@@ -120,4 +76,3 @@ def test_the_first_screen_shows_what_people_need(call: Stowage, command: str, mo
     for flag in ("--device-memory", "--host-memory", "--disk", "--max-model-len", "--device NAME"):
         assert flag in first
     assert "--chunk-blocks" not in first and "--chunk-blocks" in "\n".join(lines[experts:])
-    assert "--device-kv" not in "\n".join(lines), "old names are not shown"

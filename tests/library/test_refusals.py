@@ -244,12 +244,3 @@ def test_a_deep_copy_of_the_model_has_the_same_prefixes(prefix_caches, tmp_path)
     again = prefix_caches(copy.deepcopy(model_of("llama")), disk=disk)
     again.restore(PROMPT, timeout_s=30)
     assert restored(again) == 64
-
-
-def test_old_names_of_settings_work_with_a_hint():
-    with pytest.warns(DeprecationWarning, match="host_memory") as said:
-        prefixes = PrefixCache(model_of("llama"), host="1MiB")
-    prefixes.close()
-    assert said[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match="block_size"), pytest.raises(ConfigError, match="block_size is 0"):
-        PrefixCache(model_of("llama"), block_tokens=0)

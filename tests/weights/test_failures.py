@@ -207,9 +207,3 @@ def test_a_weight_that_is_used_from_elsewhere_is_noticed(copied: Path, monkeypat
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     with pytest.raises(stowage.UnsupportedModelError, match="outside of the modules"):
         stowage.offload(copied, weights="*=stream")
-
-
-def test_the_old_name_of_host_memory_works_with_a_hint(checkpoints: Callable[..., Path]) -> None:
-    with pytest.warns(DeprecationWarning, match="host_memory") as said:
-        model = stowage.offload(checkpoints("llama"), weights="*=mapped", host="1GiB")
-    assert said[0].filename == __file__ and model.stowage.placement.host_bytes > 0

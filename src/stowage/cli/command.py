@@ -1,15 +1,14 @@
-"""A command that understands old names of its flags, and shows few flags first in its help.
+"""A command that answers other programs' flags, and shows few flags first in its help.
 
 Owns how ``config.names`` is applied to what was typed; the names themselves stand there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from typer.core import TyperCommand
 
-from stowage.cli.output import note
-from stowage.config.names import elsewhere, flags_today, is_size, renamed_hint
+from stowage.config.names import elsewhere
 from stowage.errors import ConfigError
 
 _LAST = ("json", "config", "debug", "help")
@@ -18,10 +17,10 @@ _MODEL_FLAGS = ("-m", "--model")
 
 
 class Command(TyperCommand):
-    """Reads flags under today's and old names; ``-m MODEL`` is the argument MODEL."""
+    """Refuses other programs' flags with its own; ``-m MODEL`` is the argument MODEL."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _today(args, self.get_params(ctx)))
+        return super().parse_args(ctx, _read(args, self.get_params(ctx)))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Arguments, the flags that most people need, then the other groups."""
@@ -41,8 +40,8 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-def _today(args: Sequence[str], params: Sequence[Any]) -> list[str]:
-    """``args`` with today's names of flags. Tells of old ones on stderr; raises ConfigError for other programs'."""
+def _read(args: Sequence[str], params: Sequence[Any]) -> list[str]:
+    """``args`` with the model in front. Raises ConfigError for other programs' flags."""
     flags = {text: param for param in params for text in (*param.opts, *param.secondary_opts) if text.startswith("-")}
     takes_model = any(param.param_type_name == "argument" and param.name == "model" for param in params)
     model: list[str] = []
@@ -53,7 +52,7 @@ def _today(args: Sequence[str], params: Sequence[Any]) -> list[str]:
         behind = "" if equals else "".join(args[at + 1 : at + 2])
         if not flag.startswith("-") or flag == "-":
             done.append(args[at])
-        elif flag in flags and not (flag == "--host" and is_size(value or behind)):
+        elif flag in flags:
             takes = not equals and not getattr(flags[flag], "is_flag", False)
             done += args[at : at + 1 + takes]
             at += takes
@@ -61,20 +60,8 @@ def _today(args: Sequence[str], params: Sequence[Any]) -> list[str]:
             model = [value or behind]
             at += not equals
         else:
-            renamed = _renamed(flag, value or behind, flags)
-            done += renamed or [args[at]]
-            at += bool(renamed) and not equals
+            if answer := elsewhere(flag.lstrip("-").replace("-", "_")):
+                raise ConfigError(f"There is no {flag} here. {answer}.")
+            done.append(args[at])
         at += 1
     return [*model, *done, *args[at:]]
-
-
-def _renamed(flag: str, value: str, flags: Mapping[str, Any]) -> list[str]:
-    """The flags that ``flag`` is called now, with their values; none for one that nobody knows."""
-    name = flag.lstrip("-").replace("-", "_")
-    found = {"--" + new.replace("_", "-"): text for new, text in flags_today(name, value).items()}
-    if flag in found or not value or not found.keys() <= flags.keys():
-        if answer := elsewhere(name):
-            raise ConfigError(f"There is no {flag} here. {answer}.")
-        return []
-    note("stowage: " + renamed_hint(flag, found))
-    return [part for new, text in found.items() for part in (new, text)]

@@ -10,7 +10,6 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from stowage.cli.output import note
 from stowage.config.settings import (
     MEMORY_SETTINGS,
     SAMPLING_SETTINGS,
@@ -89,8 +88,6 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
             path = given.pop("config")
             del given["debug"]
             settings = load_settings(flags, os.environ, path or find_config(os.environ))
-            for hint in settings.hints:
-                note(f"stowage: {hint}")
             if "log_level" in names:
                 configure(settings["log_format"], settings["log_level"])
             try:

@@ -13,7 +13,6 @@ import typer
 from stowage.cli.options import Debug, Json, read_as
 from stowage.cli.output import format_seconds, note, print_json, print_table, progress_bars
 from stowage.config.memory import format_size, parse_size
-from stowage.config.names import renamed_hint, today
 from stowage.config.spelling import flag_of, spelled
 from stowage.errors import ConfigError
 
@@ -207,14 +206,9 @@ def _swept(scenario: "Scenario", name: str, values: str, text: str) -> list[tupl
 
 
 def _sweep(text: str) -> tuple[str, str]:
-    """Which setting is swept, under today's name, and the values."""
-    written, _, values = text.partition("=")
-    name = written.replace("-", "_")
-    if name not in _SWEPT:
-        name = next(iter(today(name, values.partition(",")[0])))
-        if name in _SWEPT:
-            note("stowage: " + renamed_hint(f"--sweep {written}", [f"--sweep {name}"]))
-    return name, values
+    """Which setting is swept, and the values."""
+    name, _, values = text.partition("=")
+    return name.replace("-", "_"), values
 
 
 def _with(scenario: "Scenario", name: str, value: str) -> "Scenario":

@@ -10,14 +10,14 @@ Imports only the standard library and its neighbours, so the command line can sh
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from stowage.config.addresses import PASSWORD_VARIABLE, shown
 from stowage.config.memory import AUTO, COMPRESSIONS, POLICIES, SIZE_FIX, Memory, parse_tokens
-from stowage.config.names import RENAMED, all_today, elsewhere, renamed_hint
+from stowage.config.names import elsewhere
 from stowage.config.spelling import ENVIRONMENT_PREFIX, flag_of, spelled, variable_of
 from stowage.config.wording import shown_value, unknown_name
 from stowage.errors import ConfigError
@@ -293,12 +293,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Every setting with its value and source. ``settings["disk"]`` is the value. ``hints``: what to tell people who
-    used old names. ``flags``: which settings were asked for as flags, given or not.
+    """Every setting with its value and source. ``settings["disk"]`` is the value. ``flags``: which settings were
+    asked for as flags, given or not.
     """
 
     values: Mapping[str, Value]
-    hints: tuple[str, ...] = ()
     flags: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
@@ -329,14 +328,13 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], toml_pat
     Raises ConfigError for an unknown key, a value of the wrong kind, or a file that is not TOML.
     """
     values = {name: Value(setting.default, "default") for name, setting in SETTINGS.items()}
-    hints: list[str] = []
     if toml_path is not None:
-        values |= _read_all(_load_toml(toml_path), str(toml_path), str, hints)
+        values |= _read_all(_load_toml(toml_path), str(toml_path), str)
     variables = _from_environment(environ)
-    values |= _read_all(variables, "environment", variable_of, hints)
+    values |= _read_all(variables, "environment", variable_of)
     given = {name: value for name, value in flags.items() if value is not None}
-    values |= _read_all(given, "flag", flag_of, hints)
-    return Settings(values, tuple(hints), frozenset(flags))
+    values |= _read_all(given, "flag", flag_of)
+    return Settings(values, frozenset(flags))
 
 
 def find_config(environ: Mapping[str, str], directory: Path | None = None) -> Path | None:
@@ -368,7 +366,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     port but ``tcp://...``.
     """
     found: dict[str, str] = {}
-    known = [variable_of(name) for name in (*SETTINGS, *RENAMED, "listen")] + list(_OTHER_VARIABLES)
+    known = [variable_of(name) for name in SETTINGS] + list(_OTHER_VARIABLES)
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _OTHER_VARIABLES:
             continue
@@ -381,14 +379,10 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _read_all(raw: Mapping[str, Any], source: str, spelled: Callable[[str], str], hints: list[str]) -> dict[str, Value]:
+def _read_all(raw: Mapping[str, Any], source: str, spelled: Callable[[str], str]) -> dict[str, Value]:
     read: dict[str, Value] = {}
     where = f" in {source}" if source not in ("flag", "environment") else ""
-
-    def said(old: str, new: Iterable[str]) -> None:
-        hints.append(renamed_hint(spelled(old) + where, map(spelled, new)))
-
-    for name, value in all_today(raw, said).items():
+    for name, value in raw.items():
         if name not in SETTINGS and (answer := elsewhere(name)):
             raise ConfigError(f"{spelled(name)}{where} is no setting. {answer}.")
         if name not in SETTINGS:

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from stowage.config import arguments
 from stowage.config.memory import RULES_MAX, parse_disk, parse_size, ram_total_bytes
-from stowage.config.names import arguments_today
 from stowage.config.wording import shown_value
 from stowage.errors import BudgetError, ConfigError, ModelError, UnsupportedModelError
 from stowage.weights.placement import parse_rules
@@ -85,10 +84,9 @@ def offload(
     arguments.text("weights", weights, RULES_MAX)
     arguments.text("threads", threads)
     device_bytes = _size("device_memory", device_memory)
-    options = arguments_today("stowage.offload", options)
     _refuse_options(options)
     model = _named(model, options)
-    host_bytes = _size("host_memory", options.pop("host_memory", host_memory))
+    host_bytes = _size("host_memory", host_memory)
     image = parse_disk(disk) if disk else usual_place() if device_bytes else None
     if threads not in ("wait", "refuse"):
         raise ConfigError(f"threads={shown_value(threads)} is unknown: say 'wait' or 'refuse'.")

@@ -30,7 +30,6 @@ from stowage.cache.cost_model import CostModel
 from stowage.cache.opening import check_tiers, open_store
 from stowage.config import arguments
 from stowage.config.memory import Memory
-from stowage.config.names import arguments_today
 from stowage.config.wording import unknown_name
 from stowage.core.geometry import Geometry, Kind
 from stowage.core.groups import snapshot_spacing, strategy
@@ -95,8 +94,7 @@ class PrefixCache:
         tiers: Iterable[Tier] = (),
         **settings: Any,
     ) -> None:
-        settings = arguments_today("PrefixCache", settings)
-        memory = _memory(settings.pop("host_memory", host_memory), disk, settings)
+        memory = _memory(host_memory, disk, settings)
         arguments.text("salt", salt, encode=str.encode)
         arguments.flag("exact", exact)
         others = arguments.listed("tiers", tiers, "tiers")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from stowage.config.memory import Memory, format_size, parse_size, ram_total_bytes
-from stowage.config.names import all_today, renamed_hint
 from stowage.config.wording import unknown_name
 from stowage.core.geometry import Group, Kind, round_up
 from stowage.core.groups import GroupStrategy
@@ -82,10 +81,9 @@ class Options:
 
 
 def read(extra: Mapping[str, Any]) -> Options:
-    """Takes old names too. Raises ``ConfigError`` for a name that is unknown or a value that cannot be used."""
+    """Raises ``ConfigError`` for a name that is unknown or a value that cannot be used."""
     memory_names = [field.name for field in fields(Memory) if field.name not in _NOT_OURS]
     own_names = ["chunk_blocks", "close_timeout_s", "node_host_memory", "resume_points", *_SWITCHES]
-    extra = all_today(extra, lambda old, new: logger.warning("StowageConnector: %s", renamed_hint(old, new)))
     for name in extra:
         if name not in memory_names + own_names:
             raise ConfigError(unknown_name(f"The setting {name!r} of StowageConnector", name, memory_names + own_names))
