@@ -247,6 +247,28 @@ def test_a_template_of_its_own_for_tools_is_the_one_that_is_used_with_them(tmp_p
     assert tokenizer.apply_chat_template(asked, tools, tokenize=False) == "1 tools"
 
 
+@pytest.mark.parametrize("kind", [1, 3, 4], ids=["text", "control", "the user's own"])
+def test_a_turn_ends_with_its_token_whatever_kind_a_file_says_it_is(kind: int, tmp_path: Path) -> None:
+    """Converters have written tokens as text that a tokenizer was given later."""
+    names = TOKENS["tokenizer.ggml.tokens"]
+    own = {"tokenizer.ggml.token_type": [3, kind, kind, *[1] * 97], "tokenizer.ggml.eos_token_id": 0}
+    plain = model_of("llama", tmp_path / "model")
+    loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q8_0, TOKENS | own))
+    assert loading.eos_ids(loaded.model) == {0, 2}
+    found = loaded.tokenizer("Hey<|im_end|>").input_ids
+    assert found == [names.index("Hey"), 2]
+    assert loaded.tokenizer.decode(found, skip_special_tokens=True) == "Hey"
+
+
+@pytest.mark.parametrize("other", ["<end_of_utterance>", "[EOT]", "<｜end▁of▁sentence｜>", "<eos>", "<|tool_response>"])
+def test_every_token_that_ends_answers_of_llama_cpp_ends_ours(other: str, tmp_path: Path) -> None:
+    names = [other if name == "<|im_end|>" else name for name in TOKENS["tokenizer.ggml.tokens"]]
+    own = {"tokenizer.ggml.tokens": names, "tokenizer.ggml.eos_token_id": 0}
+    plain = model_of("llama", tmp_path / "model")
+    loaded = loading.load(gguf_files.write(plain, tmp_path / "model.gguf", Kind.Q8_0, TOKENS | own))
+    assert loading.eos_ids(loaded.model) == {0, 2}
+
+
 def test_gpt_oss_goes_on_after_what_it_thought(tmp_path: Path) -> None:
     tokens = ["<|endoftext|>", "<|return|>", "<|call|>", "<|end|>", *map(chr, range(33, 127)), "He"]
     own = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * 4 + [1] * 95}
@@ -343,6 +365,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     )
     refused(r"token_embd.weight in TQ2_0, which is not computed with here: .*Q4_K", Kind.TQ2_0)
     refused(r"tokenizer that cuts texts as 'odd'", tokens={**TOKENS, "tokenizer.ggml.pre": "odd"})
+    refused(r"and does not say how it cuts texts", tokens={**TOKENS, "tokenizer.ggml.pre": None})
     refused(r"tokenizer of the kind 'rwkv'", tokens={**TOKENS, "tokenizer.ggml.model": "rwkv"})
     refused(r"merges \('H', 'ey'\) to no token", tokens={**TOKENS, "tokenizer.ggml.merges": ["H ey"]})
     refused(r"the way 'longrope'", tokens={"llama.rope.scaling.type": "longrope"})

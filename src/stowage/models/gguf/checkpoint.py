@@ -11,6 +11,7 @@ from typing import Any
 
 from stowage.errors import CheckpointError
 from stowage.models.gguf import config as configs
+from stowage.models.gguf.ends import end_ids
 from stowage.models.gguf.tensors import plan_of, rope_factors
 from stowage.models.gguf.tokenizer import tokenizer_of
 from stowage.models.hub import is_gguf
@@ -55,7 +56,7 @@ class Gguf:
 
     def finish(self, model: Any) -> Any:
         """``model``, that knows with which tokens its answers end."""
-        ends = configs.end_ids(self.file)
+        ends = end_ids(self.file)
         model.generation_config.update(
             bos_token_id=self.config.bos_token_id,
             eos_token_id=ends if len(ends) > 1 else next(iter(ends), None),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from stowage.errors import CheckpointError
 from stowage.models.compat import put_among_causal
+from stowage.models.gguf.ends import is_token
 from stowage.models.gguf.families import FAMILIES, OWN, entries_of, family_of
 from stowage.models.gguf.fields import alike, head_size, layers_of, number, sizeless, unread
 from stowage.models.gguf.refusals import refuse_other_arithmetic, refuse_other_windows
@@ -87,11 +88,6 @@ _TEMPERATURE: Final = 0.1
 _STANDING: Final = 1e20
 _UNSCALED: Final = ("gemma4", "glm-dsa")
 """Families of whose rotary embeddings no scaling is read."""
-_ENDS: Final = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <turn|> <|end_of_text|>".split()
-)
-"""Control tokens that end a turn or a text wherever a vocabulary has them (``special_eog_ids`` in llama.cpp)."""
-_CONTROL: Final = 3
 _INTERLEAVED: Final = (
     *("arcee", "granite", "granitehybrid", "granitemoe", "internlm2", "llama", "minicpm", "mistral3", "nemotron_h"),
     *("nemotron_h_moe", "smollm3"),
@@ -101,8 +97,6 @@ _PARTLY: Final = (
     *("glm4", "glm4_moe", "mimo_v2_flash", "nemotron", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "stablelm"),
 )
 """Types of models whose configs take it that a part of each head is rotated where they are told nothing."""
-_HARMONY: Final = {"<|return|>", "<|call|>"}
-"""gpt-oss ends its answers with these. "<|end|>" ends a message there, such as what it thinks before it answers."""
 
 
 def config_of(file: GgufFile, rope_factors: Mapping[str, NDArray[np.float32]]) -> Any:
@@ -180,13 +174,9 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
     entries["tie_word_embeddings"] = "output.weight" not in file.tensors
     for name in ("bos", "eos", "padding"):
         value = file.fields.get(f"tokenizer.ggml.{name}_token_id")
-        entries[f"{name[:3]}_token_id"] = value if _is_token(value, embedding.shape[0]) else None
+        entries[f"{name[:3]}_token_id"] = value if is_token(value, embedding.shape[0]) else None
     floats = all(t.type.name == "F32" for t in file.tensors.values() if len(t.shape) > 1)
     return {**entries, "dtype": "float32" if floats else "bfloat16"}
-
-
-def _is_token(value: Any, count: int) -> bool:
-    return isinstance(value, int) and 0 <= value < count
 
 
 def _partial(file: GgufFile) -> dict[str, Any]:
@@ -320,16 +310,6 @@ def _llama3(file: GgufFile, factors: NDArray[np.float32], theta: float, high: fl
         "high_freq_factor": high,
         "original_max_position_embeddings": _LLAMA3_TOKENS,
     }
-
-
-def end_ids(file: GgufFile) -> list[int]:
-    """Tokens that end an answer: of a text, of a turn, of a message. The first is the file's own."""
-    named: list[Any] = [file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, kinds = (file.fields.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
-    each = enumerate(zip(tokens, kinds, strict=False))
-    ends = _ENDS - {"<|end|>"} | _HARMONY if set(tokens) >= _HARMONY else _ENDS
-    known = [number for number, (text, kind) in each if kind == _CONTROL and text in ends]
-    return list(dict.fromkeys(int(token) for token in [*named, *known] if _is_token(token, len(tokens))))
 
 
 def heads_of(file: GgufFile, config: Any) -> Mapping[str, int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.models.gguf.ends import named_ends
 from stowage.weights.gguf import GgufFile
 
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -33,6 +34,12 @@ _DEEPSEEK: Final = (
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _KIMI: Final = r"\p{Han}+|" + re.sub(r"(?<=\\p\{M\})\]", r"&&[^\\p{Han}]]", _CASED.replace("CONTRACTED", _CLITICS))
+_AFMOE: Final = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    "[一-鿿㐀-䶿豈-﫿\u3040-ゟ゠-ヿ･-ﾟ⼀-⿟เ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+",
+)
+_AYA: Final = (r"\d{1,3}(?=(?:\d{3})*\b)",)
+_YOUTU: Final = ("[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+",)
 _LING: Final = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
@@ -76,10 +83,10 @@ class _Pre:
 PRES: Final[Mapping[str, _Pre]] = {
     name: pre
     for names, pre in (
-        ("gpt-2 gpt2 phi-2 mpt olmo exaone4 granite-docling jais trillion", _Pre(_GPT2)),
+        ("gpt-2 gpt2 phi-2 mpt olmo exaone4 granite-docling jais trillion gigachat a.x-4.0 mellum", _Pre(_GPT2)),
         ("smollm starcoder refact command-r codeshell exaone minerva-7b", _Pre(_GPT2, digits=True)),
         (
-            "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 pixtral",
+            "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 midm-2.0 pixtral",
             _Pre(_LETTERS + r"\p{N}{1,3}" + _REST, whole=True, begins=True),
         ),
         ("dbrx smaug-bpe chatglm-bpe", _Pre(_LETTERS + r"\p{N}{1,3}" + _REST)),
@@ -95,7 +102,11 @@ PRES: Final[Mapping[str, _Pre]] = {
         ("deepseek-llm", _Pre(r"\p{N}", before=_DEEPSEEK_LLM)),
         ("deepseek-coder", _Pre(r"\p{N}", before=_DEEPSEEK_CODER)),
         ("qwen35", _Pre(_MARKED, composed=True)),
-        ("deepseek-v3 hunyuan-dense", _Pre(_DEEPSEEK, before=(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"))),
+        ("afmoe", _Pre(_DEEPSEEK, before=_AFMOE)),
+        ("tiny_aya", _Pre(_CASED.replace("CONTRACTED", _CLITICS) + r"\p{N}{1,3}" + _REST_SLASH, before=_AYA)),
+        ("youtu", _Pre(_CASED.replace("CONTRACTED", _CLITICS) + r"\p{N}" + _REST_SLASH, whole=True, before=_YOUTU)),
+        ("minicpm5", _Pre(_LETTERS + r"\p{N}+" + _REST, whole=True, before=(r"\p{N}{1,3}",))),
+        ("deepseek-v3 hunyuan-dense joyai-llm", _Pre(_DEEPSEEK, before=(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"))),
     )
     for name in names.split()
 }
@@ -121,7 +132,7 @@ def tokenizer_of(file: GgufFile, context_tokens: int) -> Any:
     elif kind in ("llama", "gemma4"):
         backend, begins = _sentence_pieces(file, tokens), True
     else:
-        raise _unknown(file, f"of the kind {str(kind)[:40]!r}", "gpt2, llama and gemma4")
+        raise _unknown(file, f"of the kind {str(kind)[:40]!r}, which is not read from GGUF: gpt2, llama and gemma4 are")
     _add(backend, tokens, kinds)
     return _fast(file, backend, tokens, begins, context_tokens)
 
@@ -130,11 +141,10 @@ def _field(file: GgufFile, name: str) -> Any:
     return file.fields.get(f"tokenizer.ggml.{name}")
 
 
-def _unknown(file: GgufFile, what: str, known: str) -> UnsupportedModelError:
+def _unknown(file: GgufFile, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{file.paths[0]} has a tokenizer {what}, which is not read from GGUF: {known} are. Give the model's own "
-        "tokenizer in Python, Engine(FILE, tokenizer=AutoTokenizer.from_pretrained(NAME)), or its Hugging Face "
-        "checkpoint."
+        f"{file.paths[0]} has a tokenizer {what}. Give the model's own tokenizer in Python, Engine(FILE, "
+        "tokenizer=AutoTokenizer.from_pretrained(NAME)), or its Hugging Face checkpoint."
     )
 
 
@@ -152,10 +162,11 @@ def _merges(file: GgufFile, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 def _byte_level(file: GgufFile, tokens: Sequence[str]) -> tuple[Any, bool]:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    name = _field(file, "pre") or "gpt-2"
-    pre = PRES.get(name)
+    name = _field(file, "pre")
+    pre = PRES.get(name) if isinstance(name, str) else None
     if pre is None:
-        raise _unknown(file, f"that cuts texts as {str(name)[:40]!r}", ", ".join(PRES))
+        how = f"that cuts texts as {str(name)[:40]!r}" if name else "and does not say how it cuts texts"
+        raise _unknown(file, f"{how} (tokenizer.ggml.pre), which is not read from GGUF")
     ids = {token: number for number, token in enumerate(tokens)}
     backend: Any = Tokenizer(models.BPE(vocab=ids, merges=_merges(file, ids), ignore_merges=pre.whole))
     if pre.composed:
@@ -209,7 +220,8 @@ def _merges_of(tokens: Sequence[str], scores: Sequence[float], ids: Mapping[str,
 def _add(backend: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None:
     from tokenizers import AddedToken
 
-    each = list(zip(tokens, kinds, strict=True))
+    ends = {tokens[number] for number in named_ends(tokens)}
+    each = [(token, _CONTROL if token in ends else kind) for token, kind in zip(tokens, kinds, strict=True)]
     control = [AddedToken(token, special=True, normalized=False) for token, kind in each if kind == _CONTROL]
     own = [AddedToken(token, special=False, normalized=False) for token, kind in each if kind == _USER_DEFINED]
     backend.add_special_tokens(control)

@@ -1,0 +1,43 @@
+"""The tokens with which the answers of a GGUF file's model end: the file's own, and those that mean it by their names.
+
+Converters write tokens that a tokenizer was given later as plain text or as the user's own, and llama.cpp ends answers
+with them all the same (``special_eog_ids``). So what is here is a control token too, whatever kind a file says it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from stowage.weights.gguf import GgufFile
+
+_ENDS: Final = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] "
+    "<|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[".split()
+)
+"""Tokens that end a turn or a text wherever a vocabulary has them."""
+_GO_ON: Final = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|calls|>", "<|flush|>"}))
+"""Of gpt-oss and Solar, whose answers end with these. "<|end|>" ends a message there, such as what they think before
+they answer.
+"""
+
+
+def named_ends(tokens: Sequence[str]) -> list[int]:
+    """Those of ``tokens`` that end an answer by their names."""
+    there = set(tokens)
+    own = [names for names in _GO_ON if names <= there]
+    ends = _ENDS.union(*own) - {"<|end|>"} if own else _ENDS
+    return [number for number, text in enumerate(tokens) if text in ends]
+
+
+def end_ids(file: GgufFile) -> list[int]:
+    """Tokens that end an answer: of a text, of a turn, of a message. The first is the file's own."""
+    tokens: Any = file.fields.get("tokenizer.ggml.tokens", [])
+    named: list[Any] = [file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    known = named_ends(tokens) if isinstance(tokens, list) else []
+    return list(dict.fromkeys(int(one) for one in [*named, *known] if is_token(one, len(tokens))))
+
+
+def is_token(value: Any, count: int) -> bool:
+    """Whether it is one of ``count`` tokens."""
+    return isinstance(value, int) and 0 <= value < count
