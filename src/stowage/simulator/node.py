@@ -72,7 +72,7 @@ class _Prompt:
 
 
 class Node:
-    """See the module. `contents`: of its lower tiers, fastest first. `chunks_max`: chunks of the whole trace."""
+    """See the module. `contents`: of its lower tiers, fastest first. `chunks_max`: the most in its host memory."""
 
     def __init__(self, scenario: Scenario, events: EventQueue, contents: list[Content], chunks_max: int) -> None:
         self._scenario = scenario

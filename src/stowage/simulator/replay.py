@@ -92,7 +92,8 @@ def replay(
     events = EventQueue()
     shared = Objects(scenario.stored_bytes)
     contents = {number: _contents(scenario, shared) for number in part.nodes}
-    nodes = {number: Node(scenario, events, contents[number], len(trace.blocks)) for number in part.nodes}
+    chunks_max = _chunks_max(trace, part)
+    nodes = {number: Node(scenario, events, contents[number], chunks_max[number]) for number in part.nodes}
     now_s = 0.0
     for done in range(0, len(part.prompts), _REPORT_EVERY):
         progress(done)
@@ -109,7 +110,16 @@ def replay(
             begin = end
     ended_s = max(events.run(math.inf), now_s)
     progress(len(part.prompts))
+    for content in {id(content): content for of_node in contents.values() for content in of_node}.values():
+        content.check()
     return [_report(number, node, contents[number], ended_s) for number, node in nodes.items()]
+
+
+def _chunks_max(trace: Trace, part: Part) -> dict[int, int]:
+    """By node, the most chunks that it has in host memory: each of its prompts', while it is loaded and computed."""
+    counts = np.diff(trace.first)[part.prompts]
+    totals = np.bincount(part.node_of[part.prompts], counts, minlength=max(part.nodes) + 1).astype(np.int64)
+    return {number: min(len(trace.blocks), 2 * int(totals[number])) for number in part.nodes}
 
 
 def _contents(scenario: Scenario, shared: Objects) -> list[Content]:

@@ -1,10 +1,12 @@
-"""Replays parts of a trace in several processes, each part in a process of its own that is forked for it.
+"""Replays parts of a trace in several processes, each of which is forked for a share of the parts.
 
-Forked, so that the trace is not copied; nothing but progress and the reports comes back.
+Forked, so that the trace is not copied; nothing but progress and the reports comes back. A fork takes longer than to
+replay a node with few prompts.
 """
 
 from __future__ import annotations
 
+import heapq
 import multiprocessing
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -16,6 +18,8 @@ from stowage.simulator.scenario import Scenario
 from stowage.simulator.trace import Trace
 
 Task = tuple[Scenario, Part]
+_SHARES_PER_JOB = 4
+"""More than one, because replaying as many prompts may take longer."""
 
 
 def run(
@@ -43,41 +47,53 @@ def run(
 def _forked(trace: Trace, tasks: Sequence[Task], jobs: int, note: Callable[[int, int], None]) -> list[list[Report]]:
     """At most `jobs` at a time, the longest first."""
     context = multiprocessing.get_context("fork")
-    waiting = sorted(range(len(tasks)), key=lambda task: len(tasks[task][1].prompts))
-    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    waiting = _shares(tasks, jobs * _SHARES_PER_JOB)
+    running: dict[Connection, BaseProcess] = {}
     reports: dict[int, list[Report]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                task = waiting.pop()
+                share = waiting.pop()
                 ours, theirs = context.Pipe(duplex=False)
-                process: BaseProcess = context.Process(target=_work, args=(trace, *tasks[task], theirs), daemon=True)
+                process: BaseProcess = context.Process(target=_work, args=(trace, tasks, share, theirs), daemon=True)
                 process.start()
                 theirs.close()
-                running[ours] = task, process
+                running[ours] = process
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
-                task, process = running[connection]
                 try:
-                    news = connection.recv()
+                    task, news = connection.recv()
                 except EOFError as error:
                     raise StowageError(
                         "A process of the simulation died; maybe memory is short: try --jobs 1."
                     ) from error
-                if isinstance(news, int):
+                if task is None:
+                    running.pop(connection).join()
+                    connection.close()
+                elif isinstance(news, int):
                     note(task, news)
-                    continue
-                reports[task] = news
-                del running[connection]
-                connection.close()
-                process.join()
+                else:
+                    reports[task] = news
     finally:
-        for connection, (_, process) in running.items():
+        for connection, process in running.items():
             process.terminate()
             process.join()
             connection.close()
     return [reports[task] for task in range(len(tasks))]
 
 
-def _work(trace: Trace, scenario: Scenario, part: Part, connection: Connection) -> None:
-    connection.send(replay(trace, scenario, part, connection.send))
+def _shares(tasks: Sequence[Task], count: int) -> list[list[int]]:
+    """The tasks in up to `count` shares of about as many prompts; the share with most comes last."""
+    least = [(0, share) for share in range(min(count, len(tasks)))]
+    shares: list[list[int]] = [[] for _ in least]
+    for task in sorted(range(len(tasks)), key=lambda task: -len(tasks[task][1].prompts)):
+        prompts, share = least[0]
+        shares[share].append(task)
+        heapq.heapreplace(least, (prompts + len(tasks[task][1].prompts), share))
+    return [shares[share] for _, share in sorted(least)]
+
+
+def _work(trace: Trace, tasks: Sequence[Task], share: Sequence[int], connection: Connection) -> None:
+    for task in share:
+        connection.send((task, replay(trace, *tasks[task], lambda done, task=task: connection.send((task, done)))))  # type: ignore[misc]
+    connection.send((None, None))
