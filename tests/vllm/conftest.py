@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.nursery import Nursery
 from tests.vllm import driver
+from tests.vllm.child import Run, in_child
 from tests.vllm.models import FAMILIES, Family
 from tests.vllm.oracle import Engine, Engines
 
@@ -69,6 +71,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def nursery() -> Iterator[Nursery]:
     with Nursery("tests.vllm.driver", driver.warm) as made:
         yield made
+
+
+@pytest.fixture
+def run(nursery: Nursery, tmp_path: Path) -> Run:
+    """Runs a scenario in a process that has vLLM imported."""
+    return partial(in_child, nursery, tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from stowage.plugins.vllm.messages import Report
-from tests.vllm.oracle import connector
+from tests.vllm.child import KEPT
+from tests.vllm.oracle import connector, prompt
 from tests.vllm.ranks import BLOCK, STAGES, TENSOR, VOCAB, Rank, Ranks, answer
 
 STALL_S = 300.0
@@ -117,6 +118,15 @@ class Engine:
         self.finish()
         self.assert_right(name, tokens, count)
         return self.external[name]
+
+    def assert_comes_back(self, tokens: list[int]) -> None:
+        """Of 400 tokens, asked before: each rank reads its part, of all that is kept and of a beginning."""
+        self.forget()
+        before = [rank.read for rank in self.ranks]
+        assert self.ask("again", tokens) == KEPT
+        assert all(rank.read > read for rank, read in zip(self.ranks, before, strict=True)) and not self.wrong()
+        self.forget()
+        assert self.ask("middle", tokens[:300] + prompt(100, seed=1)) == 256
 
     def assert_right(self, name: str, tokens: list[int], count: int = 8) -> None:
         assert self.said[name] == answer(tokens, count), f"{name}: wrong bytes were read on {self.wrong()}"

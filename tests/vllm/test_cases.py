@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from stowage.config.memory import ram_total_bytes
-from tests.nursery import Nursery
+from tests.vllm.child import FULL, Run
 from tests.vllm.conftest import Start
 from tests.vllm.models import FAMILIES, Family
 from tests.vllm.oracle import connector, prompt, prove
-from tests.vllm.test_pipeline import FULL, in_child
 
 UNEQUAL = replace(
     FAMILIES["gemma4"], fields={**FAMILIES["gemma4"].fields, "global_head_dim": 128, "num_hidden_layers": 3}
@@ -81,9 +80,9 @@ def assert_slots_fit(arena: dict[str, Any], host: int) -> None:
         (str(2 * ram_total_bytes()), "this machine or container has"),
     ],
 )
-def test_case_c_a_host_size_that_cannot_be(host: str | None, message: str, nursery: Nursery, tmp_path: Path) -> None:
+def test_case_c_a_host_size_that_cannot_be(host: str | None, message: str, run: Run) -> None:
     """vLLM does not start, and its last words say why."""
-    in_child(nursery, tmp_path, __name__, "refused", host, message)
+    run(refused, host, message)
 
 
 def refused(directory: Path, host: str | None, message: str) -> None:

@@ -4,29 +4,15 @@ engine core over ranks that check every byte they read (see ``ranks``). Each tes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.nursery import Nursery
+from tests.vllm.child import FULL, HYBRID, KEPT, MLA, Run
 from tests.vllm.oracle import prompt
-from tests.vllm.test_pipeline import in_child
-
-Run = Callable[..., None]
-FULL, MLA, HYBRID = ["full"] * 4, ["mla"] * 4, ["sliding", "full"] * 2
-KEPT = 384
-"""Of 400 tokens: three chunks."""
-
-
-@pytest.fixture
-def run(nursery: Nursery, tmp_path: Path) -> Run:
-    def begin(scenario: Callable[..., None], *arguments: Any) -> None:
-        in_child(nursery, tmp_path, __name__, scenario.__name__, *arguments)
-
-    return begin
 
 
 @pytest.mark.parametrize(
@@ -56,10 +42,7 @@ def stored_once(
     engine = Engine(directory, kinds, division=division, kv_heads=kv_heads)
     tokens = prompt(400)
     assert engine.ask("cold", tokens) == 0
-    engine.forget()
-    before = [rank.read for rank in engine.ranks]
-    assert engine.ask("again", tokens) == KEPT
-    assert all(rank.read > read for rank, read in zip(engine.ranks, before, strict=True)) and not engine.wrong()
+    engine.assert_comes_back(tokens)
     held = [
         sum(piece.nbytes for group in rank.connector._worker.part().pieces for piece in group) for rank in engine.ranks
     ]
@@ -70,9 +53,6 @@ def stored_once(
         assert stored * copies == sum(held)
     writers = [rank for rank in engine.ranks if any(share.stores.any() for share in _shares(engine, rank))]
     assert len(writers) == len(engine.ranks), "each stores a part"
-    middle = tokens[:300] + prompt(100, seed=1)
-    engine.forget()
-    assert engine.ask("middle", middle) == 256
     engine.assert_idle(200)
     engine.close()
 

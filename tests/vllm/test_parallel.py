@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.nursery import Nursery
 from tests.vllm import driver
+from tests.vllm.child import Run
 from tests.vllm.models import FAMILIES, Family, write
 from tests.vllm.oracle import USUAL, connector, prompt
-from tests.vllm.test_pipeline import in_child
 
 FAMILY = {"heads": FAMILIES["llama"], "mla": replace(FAMILIES["deepseek_v3"], dtype="float32")}
 COPIES = {"heads": 1, "mla": 2}
@@ -23,11 +22,11 @@ ROUNDING = 1e-3
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_chunks_of_two_ranks_come_back_to_two_and_to_one(name: str, nursery: Nursery, tmp_path: Path) -> None:
+def test_chunks_of_two_ranks_come_back_to_two_and_to_one(name: str, run: Run, tmp_path: Path) -> None:
     """At the same size with vLLM's own log-probabilities to the bit, stored once; at another with the same bytes."""
     write(FAMILY[name], tmp_path / "model")
-    in_child(nursery, tmp_path, __name__, "at_two", name)
-    in_child(nursery, tmp_path, __name__, "at_one", name)
+    run(at_two, name)
+    run(at_one, name)
 
 
 class _Engine:

@@ -4,54 +4,19 @@ engine core and scheduler run here over ranks of ours (see ``ranks``). Each test
 
 from __future__ import annotations
 
-import importlib
 import random
 import threading
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.nursery import Nursery
+from tests.vllm.child import FULL, HYBRID, KEPT, Run
 from tests.vllm.oracle import prompt
 
-FULL = ["full"] * 4
-HYBRID = ["sliding", "full"] * 2
 UNEVEN = ["full", "sliding", "sliding", "sliding"]
 """The group with full attention has layers on the first stage only, and two groups with a window on the second only."""
 KINDS = {"full": FULL, "hybrid": HYBRID, "uneven": UNEVEN}
-
-Scenario = Callable[..., None]
-Run = Callable[..., None]
-
-
-@pytest.fixture
-def run(nursery: Nursery, tmp_path: Path) -> Run:
-    """Runs a function of this module in a process that has vLLM imported."""
-
-    def begin(scenario: Scenario, *arguments: Any) -> None:
-        in_child(nursery, tmp_path, __name__, scenario.__name__, *arguments)
-
-    return begin
-
-
-def in_child(nursery: Nursery, directory: Path, module: str, name: str, *arguments: Any) -> None:
-    """Run ``name(directory, *arguments)`` of a module of tests there; fails as it fails."""
-    child = nursery.start(carry_out, module, name, directory, *arguments)
-    try:
-        child.wait()
-    except AssertionError:
-        raise AssertionError((directory / "failure").read_text(encoding="utf-8")) from None
-
-
-def carry_out(module: str, name: str, directory: str, *arguments: Any) -> None:
-    try:
-        getattr(importlib.import_module(module), name)(Path(directory), *arguments)
-    except BaseException:
-        (Path(directory) / "failure").write_text(traceback.format_exc(), encoding="utf-8")
-        raise
 
 
 @pytest.mark.parametrize("kinds", KINDS)
@@ -67,13 +32,7 @@ def comes_back(directory: Path, kinds: str) -> None:
     tokens = prompt(400)
     assert engine.ask("cold", tokens) == 0
     assert engine.executor.flying_max == 2, "a second batch is scheduled before the first one's result is known"
-    engine.forget()
-    before = [rank.read for rank in engine.ranks]
-    assert engine.ask("again", tokens) == 384, "three chunks of 128 tokens"
-    assert all(rank.read - read > 0 for rank, read in zip(engine.ranks, before, strict=True)) and not engine.wrong()
-    engine.forget()
-    middle = tokens[:300] + prompt(100, seed=1)
-    assert engine.ask("middle", middle) == 256
+    engine.assert_comes_back(tokens)
     engine.forget()
     assert engine.ask("salted by another prompt", prompt(400, seed=2)) == 0
     begins = {tuple(share.offsets.tolist()) for rank in RANKS for share in engine.side._shared.shares[rank]}
@@ -103,7 +62,7 @@ def one_fails(directory: Path, kinds: str) -> None:
             engine.ask(f"load {number}", tokens)  # answered rightly, and it ends: no livelock
         assert engine.side.counts["loads_failed"] == number + 1, "offered once, and never again"
         engine.forget()
-        assert engine.ask(f"as good as ever {number}", tokens) == 384
+        assert engine.ask(f"as good as ever {number}", tokens) == KEPT
         other = prompt(400, seed=10 + number)
         with broken(rank, store=fail):
             engine.ask(f"store {number}", other)
@@ -132,7 +91,7 @@ def late_reports(directory: Path) -> None:
             assert engine.ask(f"early {number}", tokens) == 0
         engine.ask(f"tells {number}", prompt(20, seed=90 + number))
         engine.forget()
-        assert engine.ask(f"told {number}", tokens) == 384
+        assert engine.ask(f"told {number}", tokens) == KEPT
     engine.assert_idle(200)
     with held_reports(engine.ranks[3], lost=True):
         engine.ask("lost", prompt(400, seed=50))
@@ -167,7 +126,7 @@ def slow_load(directory: Path, number: int) -> None:
         go.set()
         engine.finish()
         engine.assert_right("slow", tokens)
-        assert engine.external["slow"] == 384
+        assert engine.external["slow"] == KEPT
         engine.forget()
         go.clear()
         engine.add("gone", tokens)
@@ -265,7 +224,7 @@ def slow_disk(directory: Path) -> None:
             load(tier, transfer)
     engine.finish()
     engine.assert_right("slow", tokens)
-    assert engine.external["slow"] == 384 and engine.side.stats()["hits.disk"] > 0
+    assert engine.external["slow"] == KEPT and engine.side.stats()["hits.disk"] > 0
     engine.assert_idle(200)
     engine.close()
 
@@ -298,7 +257,7 @@ def events(directory: Path) -> None:
     }
     assert [event.token_ids for event in ours] == [tokens[at : at + 128] for at in (0, 128, 256)]
     hashes = [one for event in ours for one in event.block_hashes]
-    assert [device[one] for one in hashes] == [tokens[at : at + BLOCK] for at in range(0, 384, BLOCK)]
+    assert [device[one] for one in hashes] == [tokens[at : at + BLOCK] for at in range(0, KEPT, BLOCK)]
     assert ours[0].parent_block_hash is None and ours[1].parent_block_hash == ours[0].block_hashes[-1]
     batches.clear()
     with engine.side._background.turn:
