@@ -192,3 +192,35 @@ def test_recorded_steps_of_a_model_look_up(checkpoints: Callable[..., Path]) -> 
         steps = runner.steps
         assert steps.counters.replayed_steps > 3
         assert steps.backend._tables.nbytes > 0
+
+
+@pytest.mark.skipif(not kernels.is_built(), reason="steps are recorded where the kernels compute them")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_cross_the_ends_of_the_table(
+    dtype: str, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It grows from 256 rows to 512 while programs have its address, and positions behind that are computed."""
+    path = checkpoints("llama")
+    prompts = [list(range(3, 3 + count)) for count in (250, 507, 9)]
+    chosen = SamplingParams(max_new_tokens=20, ignore_eos=True)
+
+    def answers(at_a_time: int) -> tuple[list[Any], Any]:
+        with Engine(path, Memory(kv_cache_memory="32MiB", max_num_seqs=at_a_time), dtype=dtype) as engine:
+            found = [one.token_ids for one in engine.generate(prompts, chosen)]
+            runner: Any = engine.parts.runner
+            return found, (runner.steps.counters.replayed_steps, runner.steps.backend._tables.nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(position_tables, "_CALLS_LEAST", 1 << 20)
+        expected, (_, nothing) = answers(1)
+    rows: list[int] = []
+    with monkeypatch.context() as patch:
+        looked_up = PositionTables.addresses
+        patch.setattr(position_tables, "_BYTES_MOST", 512 * 16 * (8 if dtype == "float32" else 4))
+        patch.setattr(
+            PositionTables, "addresses", lambda self, at, last: (rows.append(last), looked_up(self, at, last))[1]
+        )
+        for at_a_time in (1, 3):
+            found, (replayed, nbytes) = answers(at_a_time)
+            assert found == expected and replayed > 10 and nbytes > nothing
+    assert min(rows) < 256 and {255, 256, 511, 512} <= set(rows)

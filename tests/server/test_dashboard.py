@@ -267,7 +267,7 @@ def test_a_client_sees_its_own_requests(guarded: Server) -> None:
         text = json.dumps(state(guarded, key)["requests"])
         assert own["id"] in text and other["id"] not in text
     with wire.connected(guarded) as client:
-        body = {"model": "tiny", "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
         client.sendall(wire.request(TEXT, body, f"authorization: Bearer {ALICE}"))
         wire.until(client, b"data: ")
         assert len(state(guarded, ALICE)["requests"]["open"]) == 1

@@ -14,6 +14,8 @@ from stowage.engine.sampling_params import SamplingParams
 
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 8
+_DECODED_TOKENS = 8
+"""So many tokens are decoded again with each new one, at most, unless their text is not certain."""
 _UNFINISHED_TOKENS = 4
 """A character has at most four bytes, so what these tokens follow can no longer be half of one."""
 
@@ -43,6 +45,8 @@ class Detokenizer:
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
         self._begin = 0
         self._read = len(self._tokens)
+        self._before: str | None = None
+        """The text of the tokens from ``_begin`` to ``_read``, where it is known."""
         self._text = ""
         self._given = 0
         self._unstoppable = min_tokens
@@ -64,15 +68,17 @@ class Detokenizer:
         if token in self._silent and not (self._skips and self._decode([token])):
             return ""  # left out of every text: any number of them costs nothing
         self._tokens.append(token)
-        before = self._decode(self._tokens[self._begin : self._read])
-        now = self._decode(self._tokens[self._begin :])
+        before, now = self._known(), self._decode(self._tokens[self._begin :])
         read = len(self._tokens)
         if now.endswith(REPLACEMENT):
             read -= _UNFINISHED_TOKENS
             now = self._certain(now, read)
         if len(now) <= len(before):
             return ""
-        self._begin, self._read = self._read, read
+        if read - self._begin > _DECODED_TOKENS:
+            self._begin, self._read, self._before = self._read, read, None
+        else:
+            self._read, self._before = read, now
         self._add(now[len(before) :])
         held = 0 if self.stopped else max((stop.begun for stop in self._stops), default=0)
         return self._give(len(self._text) - held)
@@ -80,9 +86,14 @@ class Detokenizer:
     def finish(self) -> str:
         """What was still held back; nothing follows."""
         if self._tokenizer is not None and not self.stopped and self._read < len(self._tokens):
-            before = self._decode(self._tokens[self._begin : self._read])
-            self._add(self._decode(self._tokens[self._begin :])[len(before) :])
+            self._add(self._decode(self._tokens[self._begin :])[len(self._known()) :])
         return self._give(len(self._text))
+
+    def _known(self) -> str:
+        """The text of the tokens up to ``_read``."""
+        if self._before is None:
+            self._before = self._decode(self._tokens[self._begin : self._read])
+        return self._before
 
     def _certain(self, text: str, read: int) -> str:
         """What of ``text``, which ends with half a character, the first ``read`` tokens are; empty where they are not

@@ -87,6 +87,8 @@ class KVManager:
     def extend(self, sequence: Sequence, end: int) -> bool:
         """Allocate blocks to ``sequence`` for its tokens up to ``end``; all of them or none."""
         missing = self.missing_blocks(sequence, end)
+        if not any(missing):
+            return True
         if any(count > pool.available for pool, count in zip(self.pools, missing, strict=True)):
             return False
         for pool, count in zip(self.pools, missing, strict=True):

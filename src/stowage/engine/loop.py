@@ -234,22 +234,21 @@ class Loop:
             arrived, self._inbox = self._inbox, []
         for request, sequence in arrived:
             self.open[sequence.id] = (request, sequence)
-            with self._isolated(sequence):
-                self._scheduler.add(sequence)
+            self._isolated(sequence, self._scheduler.add, sequence)
 
     def _end_cancelled(self) -> None:
         self._finish_all([pair for pair in self.open.values() if pair[0].cancelled])
 
     def _finish_all(self, ended: list[tuple[Request, Sequence]]) -> None:
         for request, sequence in ended:
-            with self._isolated(sequence):
-                self._finish(request, sequence, "cancelled")
+            self._isolated(sequence, self._finish, request, sequence, "cancelled")
 
-    @contextmanager
-    def _isolated(self, sequence: Sequence) -> Iterator[None]:
-        """An error in here ends the request of ``sequence`` alone, provided that the scheduler's invariants hold."""
+    def _isolated(self, sequence: Sequence, function: Callable[..., None], *args: Any) -> None:
+        """Call ``function``. Its error ends the request of ``sequence`` alone, provided that the scheduler's invariants
+        hold.
+        """
         try:
-            yield
+            function(*args)
         except StowageError as error:
             logger.warning("a request failed: %s", error, extra={"stowage_event": "request-failed"})
             self._end(sequence, error)
@@ -343,18 +342,18 @@ class Loop:
 
     def _process_output(self, work: Work, logits: Any) -> None:
         sequence = sequence_of(work)
-        with self._isolated(sequence):
-            check_logits(logits)  # before the step's KV is cached: it may have NaN, too
-            sequence.computed += work.count
-            sequence.extend_keys()
+        self._isolated(sequence, self._count, sequence, work, logits)
         if sequence.id in self.open:
             self._kv_manager.cache_blocks(sequence)
-            with self._isolated(sequence):
-                self._sample(work, logits)
+            self._isolated(sequence, self._sample, sequence, work, logits)
 
-    def _sample(self, work: Work, logits: Any) -> None:
+    def _count(self, sequence: Sequence, work: Work, logits: Any) -> None:
+        check_logits(logits)  # before the step's KV is cached: it may have NaN, too
+        sequence.computed += work.count
+        sequence.extend_keys()
+
+    def _sample(self, sequence: Sequence, work: Work, logits: Any) -> None:
         """Sample the next token, if all tokens before it are computed, and deliver it."""
-        sequence = sequence_of(work)
         if work.every_logit:
             sequence.score(work.start, logits)
         if sequence.computed < len(sequence.tokens):

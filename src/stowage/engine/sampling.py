@@ -42,7 +42,8 @@ def check_logits(logits: Tensor) -> None:
     """Raises ModelError for a row of ``logits`` ``[rows, vocab]`` with NaN, plus infinity, or minus infinity
     everywhere. Minus infinity at some tokens is fine: they are never sampled.
     """
-    highest = [row.max() for row in logits.numpy()]  # numpy: torch wakes a thread for so little, which takes longer
+    # numpy: torch wakes a thread for so little, which takes longer. Its argmax is quicker than max, and the first NaN.
+    highest = [row[row.argmax()] for row in logits.numpy()]
     if not all(map(math.isfinite, highest)):
         raise ModelError(
             "the model computed logits that are not numbers (NaN or infinite) for this request, so no token can be "

@@ -116,6 +116,8 @@ class ForwardStep:
     latent_weights: LatentWeights = field(default_factory=LatentWeights)
     rounded_from: int = NEVER
     """The position from which on attention's weights are rounded to bfloat16, where keys are."""
+    furthest: int | None = None
+    """The last of ``positions``, unless they are on a device."""
     written: int | None = None
     """The layer whose keys were written and not read yet."""
 
@@ -157,22 +159,18 @@ def build(
     attention's; ``native``: whether the kernels compute it; ``paged``: what computes that of single tokens where they
     do not, without gathering keys.
     """
-    decodes = sum(1 for w in work if w.count == 1)
-    if decodes == len(work):  # a step of these has little time: weights have driven what it needs from the caches
-        ids = [w.sequence.tokens[w.start] for w in work]
-        positions = np.array([w.start for w in work], dtype=np.int64)
-        wanted = np.arange(decodes)
+    decodes = sum([w.count == 1 for w in work])
+    starts = [w.start for w in work]
+    ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
+    if decodes == len(work):  # a step of these has little time, so it makes few arrays
+        every = np.array((ids, starts, range(decodes)), dtype=np.int64)
+        (token_ids, at, wanted), positions = _on(device, every).unbind(), every[1]
     else:
-        ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
         positions = np.concatenate([np.arange(w.start, w.start + w.count) for w in work])
         ends = zip(work, accumulate(w.count for w in work), strict=True)
-        wanted = np.concatenate([np.arange(end - w.count if w.every_logit else end - 1, end) for w, end in ends])
-    step = ForwardStep(
-        ids=_on(device, np.array(ids, dtype=np.int64)),
-        positions=_on(device, positions),
-        logit_rows=_on(device, wanted),
-        decodes=decodes,
-    )
+        rows = np.concatenate([np.arange(end - w.count if w.every_logit else end - 1, end) for w, end in ends])
+        token_ids, at, wanted = (_on(device, each) for each in (np.array(ids, dtype=np.int64), positions, rows))
+    step = ForwardStep(token_ids, at, wanted, decodes, furthest=max([w.start + w.count for w in work]) - 1)
     for pool, strategy in zip(pools, strategies, strict=True):
         if pool.group.kind is not Kind.RECURRENT:
             group_step = _group_step(work, decodes, positions, pool, strategy, dtype, native, paged)
@@ -194,14 +192,14 @@ def _group_step(
     tables = [w.sequence.tables[group.index] for w in work]
     addresses = [table.addresses for table in tables]
     begins = list(accumulate((w.count for w in work), initial=0))
-    if decodes == len(work):
-        blocks = np.array([table.blocks[w.start // group.block_tokens] for w, table in zip(work, tables, strict=True)])
-    else:
-        blocks_of = positions // group.block_tokens
-        blocks = np.concatenate([table.blocks[blocks_of[begins[i] : begins[i + 1]]] for i, table in enumerate(tables)])
-    assert (blocks > PADDING_BLOCK).all(), "a token has no block to go to"
+    places = np.array(np.divmod(positions, group.block_tokens))
+    for i, table in enumerate(tables):
+        blocks = places[0, begins[i] : begins[i + 1]]
+        blocks[:] = table.blocks[blocks]
+    assert places[0].min() > PADDING_BLOCK, "a token has no block to go to"
     device = pool.storage.device
-    step = partial(GroupStep, pool, _on(device, blocks), _on(device, positions % group.block_tokens))
+    written, offsets = _on(device, places).unbind()
+    step = partial(GroupStep, pool, written, offsets)
     if native(pool, work):
         return step(runs=_runs(work, begins, addresses, group, strategy))
     if any(table.has_offloaded for table in tables):
@@ -236,7 +234,8 @@ def _runs(
         table[first : (w.start + w.count - 1) // size + 1] for w, table, first in zip(work, tables, firsts, strict=True)
     ]
     whole = np.concatenate(seen)
-    assert ((whole > PADDING_BLOCK) | (whole <= OFFLOADED)).all(), "a query needs a block that is gone"
+    here = whole.min() > PADDING_BLOCK
+    assert here or ((whole > PADDING_BLOCK) | (whole <= OFFLOADED)).all(), "a query needs a block that is gone"
     table_begins = accumulate(map(len, seen), initial=0)
     runs = [
         (begin, w.count, w.start, at, first * size)

@@ -347,13 +347,17 @@ static PyObject *linear(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssi
 /* Inputs that are decoded at a time: a multiple of every block. */
 enum { LOOKED_UP = 1024 };
 
-/* `count` rows of a matrix in a format, of outputs `ids`, to job->y; 0: there is no such output. */
+/* `count` rows of a matrix in a format, or (0) of plain bytes, of outputs `ids`, to job->y; 0: there is no such output. */
 static int look_up_rows(const Linear *job, const int64_t *ids, int64_t count)
 {
     float values[LOOKED_UP + 256];
     for (int64_t i = 0; i < count; i++) {
         if (ids[i] < 0 || ids[i] >= job->outputs)
             return 0;
+        if (!job->format) {
+            memcpy((char *)job->y + i * job->inputs, (const char *)job->w + ids[i] * job->w_row, (size_t)job->inputs);
+            continue;
+        }
         for (int64_t k = 0, end; k < job->inputs; k = end) {
             end = k + LOOKED_UP < job->inputs ? k + LOOKED_UP : job->inputs;
             base_decode(job, ids[i], k, end, values);
@@ -364,6 +368,12 @@ static int look_up_rows(const Linear *job, const int64_t *ids, int64_t count)
         }
     }
     return 1;
+}
+
+static PyObject *no_such_row(void)
+{
+    PyErr_SetString(PyExc_IndexError, "a row is asked for that the matrix does not have");
+    return NULL;
 }
 
 static PyObject *look_up(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count)
@@ -381,9 +391,7 @@ static PyObject *look_up(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ss
     Py_BEGIN_ALLOW_THREADS
     there = look_up_rows(&job, address(value[0]), value[1]);
     Py_END_ALLOW_THREADS
-    if (!there) {
-        PyErr_SetString(PyExc_IndexError, "a row is asked for that the matrix does not have");
-        return NULL;
-    }
+    if (!there)
+        return no_such_row();
     Py_RETURN_NONE;
 }

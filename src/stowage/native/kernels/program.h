@@ -2,12 +2,12 @@
  * (executor/replay/programs). An address is an index into a list of buffers, which may change between calls, and an
  * offset. Included by kernels.c. */
 
-enum { LINEAR_LAYERS = 1, NORM_ROWS_OF = 2, POINTWISE = 3, PUT_INTO_BLOCKS = 4, ATTEND = 5, LINEAR_OF_STACKS = 6, PICK_ROWS = 7, ROTATE = 8 };
+enum { LINEAR_LAYERS = 1, NORM_ROWS_OF = 2, POINTWISE = 3, PUT_INTO_BLOCKS = 4, ATTEND = 5, LINEAR_OF_STACKS = 6, PICK_ROWS = 7, ROTATE = 8, LOOK_UP_ROWS = 9 };
 
 typedef struct {
     const int64_t *at, *end, *buffers;
     int64_t count;
-    int wrong;
+    int wrong, absent; /* absent: a row that a table does not have */
 } Reader;
 
 static int64_t next_number(Reader *r)
@@ -107,6 +107,23 @@ static void run_pick(Reader *r)
         if (number < 0)
             memset(to + i * bytes, 0, (size_t)bytes);
     }
+}
+
+/* Rows of a matrix in a format as numbers, or (format 0) of a table as they are, `inputs` bytes of each. */
+static void run_look_up(Reader *r)
+{
+    Linear job = {.form = FLOAT32, .group = 32};
+    job.y = next_address(r);
+    job.w = next_address(r);
+    const int64_t *ids = next_address(r);
+    int64_t rows = next_number(r);
+    job.outputs = next_number(r);
+    job.inputs = next_number(r);
+    job.w_row = next_number(r);
+    job.format = (int)next_number(r);
+    job.narrow = (int)next_number(r);
+    if (!r->wrong)
+        r->absent = !look_up_rows(&job, ids, rows);
 }
 
 static float next_float(Reader *r)
@@ -246,7 +263,7 @@ static int run_attention(Reader *r, long threads)
 /* 0: there is no memory for it. */
 static int run_all(Reader *r, long threads)
 {
-    while (r->at < r->end && !r->wrong)
+    while (r->at < r->end && !r->wrong && !r->absent)
         switch (next_number(r)) {
         case LINEAR_LAYERS:
             if (!run_linear(r, threads))
@@ -258,6 +275,9 @@ static int run_all(Reader *r, long threads)
             break;
         case PICK_ROWS:
             run_pick(r);
+            break;
+        case LOOK_UP_ROWS:
+            run_look_up(r);
             break;
         case NORM_ROWS_OF:
             run_norm(r, threads);
@@ -303,5 +323,7 @@ static PyObject *run_program(PyObject *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "this is no program of the kernels");
         return NULL;
     }
+    if (reader.absent)
+        return no_such_row();
     Py_RETURN_NONE;
 }

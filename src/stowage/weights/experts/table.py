@@ -169,7 +169,8 @@ class ExpertTable(ABC):
             leaving[offloaded] = False
             frames = np.flatnonzero(leaving)
             if not len(frames):  # the rest is being filled for a forward that failed
-                self._await(offloaded[0])
+                self._stall.wait(self._filling[offloaded[0]])
+                self._settle()  # if its read failed, that was the other forward's error
                 continue
             distances = self._uses.distances(self._layer_in[frames], self._expert_in[frames], layer)
             for frame in frames[np.argsort(-distances, kind="stable")[: count - len(self._free)]].tolist():

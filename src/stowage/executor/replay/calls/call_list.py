@@ -6,7 +6,7 @@ Owns the form of both, and how long each value is kept. ``recording`` makes trac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ __all__ = [
     "TracedCall",
     "TracedStep",
     "arguments_of",
+    "compact",
     "gather_list",
     "gather_tuple",
     "linears",
@@ -99,6 +100,27 @@ class TracedStep:
     states: frozenset[int]
     result: int
     idle: frozenset[int] | None
+
+
+def compact(step: TracedStep) -> TracedStep:
+    """``step`` with the values alone that its calls give and take: a list copies all of them in each replay."""
+    used = {index for call in step.calls for index in (*call.arguments, call.result)}
+    slots = sorted(used | {*step.given, step.result})
+    new = {index: at for at, index in enumerate(slots)}
+    calls = tuple(
+        call._replace(arguments=tuple(new[index] for index in call.arguments), result=new[call.result])
+        for call in step.calls
+    )
+    return replace(
+        step,
+        calls=calls,
+        values=tuple(step.values[index] for index in slots),
+        given=tuple(new[index] for index in step.given),
+        result=new[step.result],
+        objects={},
+        states=frozenset(),
+        idle=None if step.idle is None else frozenset(new[index] for index in step.idle if index in new),
+    )
 
 
 def listed(step: TracedStep) -> RecordedCalls:

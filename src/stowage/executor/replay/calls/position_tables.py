@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from operator import itemgetter
 from typing import Any, Final
 
@@ -60,6 +61,10 @@ class PositionTables:
         self._results: list[Tensor] = []
         """The table, a tensor for each result: rows of positions from 0 on."""
         self._row_bytes = 0
+        self._addresses: list[int] = []
+        """Of the tensors of the table."""
+        self._beyond: list[Tensor] = []
+        """What the last step read that went beyond the table."""
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +96,22 @@ class PositionTables:
             return self._made_by(positions)
         wanted = positions.view(-1)
         return [one.index_select(dim, wanted) for one, dim in zip(self._results, self._dims, strict=True)]
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether each tensor of the table is one row after the other, each of contiguous numbers."""
+        return all(prod(one.shape[:dim]) == 1 for one, dim in zip(self._results, self._dims, strict=True))
+
+    def addresses(self, positions: Tensor, furthest: int) -> list[int]:
+        """Of numbers of rows, one for each of ``positions`` ``[tokens]``, of which ``furthest`` is the last, and of
+        tensors that have these rows (see ``in_rows``), one for each result. Valid until the next call.
+        """
+        if self._reaches(furthest):
+            return [positions.data_ptr(), *self._addresses]
+        assert self._made_by is not None, "who looks up has seen the table"
+        made = self._made_by(positions.unsqueeze(1 - self._along))
+        self._beyond = [torch.arange(len(positions)), *(one.contiguous() for one in made)]
+        return [one.data_ptr() for one in self._beyond]
 
     def _serves(self, calls: _Calls, step: TracedStep, along: int) -> bool:
         """Whether the table has the results of ``calls`` in ``step``."""
@@ -128,7 +149,9 @@ class PositionTables:
         rows = max(_ROWS_LEAST, 1 << position.bit_length())
         if rows * self._row_bytes > _BYTES_MOST or self._made_by is None:
             return False
-        self._results = self._made_by(torch.arange(rows).unsqueeze(1 - self._along))
+        made = self._made_by(torch.arange(rows).unsqueeze(1 - self._along))
+        self._results = [one.contiguous() for one in made]
+        self._addresses = [one.data_ptr() for one in self._results]
         return True
 
 

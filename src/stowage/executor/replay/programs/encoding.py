@@ -17,9 +17,9 @@ from torch import Tensor
 
 from stowage.executor.replay.programs.buffers import CONSTANT, Address, Buffer, Buffers
 
-LINEAR, NORM, POINTWISE, PUT, ATTEND, STACKED, PICK, ROTATE = range(1, 9)
+LINEAR, NORM, POINTWISE, PUT, ATTEND, STACKED, PICK, ROTATE, LOOK_UP_ROWS = range(1, 10)
 """Kinds of operations."""
-_READ_AT = {LINEAR: (2,), NORM: (1,), ROTATE: (1, 2, 6, 11)}
+_READ_AT = {LINEAR: (2,), NORM: (1,), ROTATE: (1, 2, 6, 11), LOOK_UP_ROWS: (3,)}
 """The words of an operation that are addresses of rows that it reads."""
 COPY, NEGATE, ADD, SUBTRACT, MULTIPLY, LOOK_UP = range(6)
 """Elementwise functions."""

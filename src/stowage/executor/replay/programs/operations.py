@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance, is_elementwise
+from stowage.executor.format_numbers import number_of
 from stowage.executor.fused.norms import norm_of
 from stowage.executor.fused.rotary import Rotary
 from stowage.executor.replay.backend import CaptureError
@@ -31,6 +32,7 @@ from stowage.executor.replay.programs.encoding import (
     COPY,
     LINEAR,
     LOOK_UP,
+    LOOK_UP_ROWS,
     MULTIPLY,
     NEGATE,
     NORM,
@@ -99,6 +101,8 @@ def _lowered(buffers: Buffers, call: TracedCall, found: Any) -> list[Operation]:
         return _rotated(buffers, args, found)
     if not buffers.is_new(found):
         raise UnsupportedCall
+    if call.name == "embedding":
+        return [_embedded(buffers, args, keywords, found)]
     if (norm := norm_of(function, args)) is not None:
         return _norm(buffers, *norm, found)
     if call.name in _BINARY and len(args) == 2 and not keywords:
@@ -185,6 +189,22 @@ def _looked_up(buffers: Buffers, function: Any, args: list[Any], out: Tensor) ->
         buffers.tables[key] = function(every, *more)
     table = Side(buffers.address_of(buffers.tables[key]), torch.bfloat16, (0,) * x.dim())
     return pointwise(out.shape, LOOK_UP, new(buffers, out), read(buffers, x, out.shape), table)
+
+
+def _embedded(buffers: Buffers, args: list[Any], keywords: dict[str, Any], out: Tensor) -> Operation:
+    """Rows of a parameter, or of a matrix in a published format, by token ids."""
+    ids, table = args[:2]
+    check(keywords.get("max_norm", args[3] if len(args) > 3 else None) is None)  # it changes the rows that are read
+    check(out.is_contiguous() and ids.dtype is torch.int64 and ids.is_contiguous() and buffers.buffer(ids) is not None)
+    if kernels.supports_lookup(ids, table):
+        form, narrow, rows = number_of(table.spec.name), int(out.dtype is torch.bfloat16), table.parts[""]
+        row, numbers = rows.stride(0), out.shape[-1]
+    else:
+        check(buffers.is_ours(table) and table.dim() == 2 and table.stride(1) == 1 and table.dtype is out.dtype)
+        form, narrow, rows = 0, 0, table
+        row, numbers = table.stride(0) * table.element_size(), out.shape[-1] * out.element_size()
+    words = (buffers.made(out), buffers.address_of(rows), buffers.address_of(ids), ids.numel(), rows.shape[0])
+    return Operation((LOOK_UP_ROWS, *words, numbers, row, form, narrow))
 
 
 def _linear(buffers: Buffers, function: Any, args: list[Any], found: Any) -> list[Operation]:

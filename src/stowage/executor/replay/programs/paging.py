@@ -1,8 +1,9 @@
-"""Lowers ``PagedCache.update`` and ``paged_attention`` to operations, where the kernels compute them.
+"""Lowers ``PagedCache.update`` and ``paged_attention`` to operations, where the kernels compute them, and the look-up
+of what depends on positions alone.
 
-Owns the addresses of a group's tensors in ``batch.current``: where its new tokens are written and which blocks they
-read. Everything else of a group is the same in each step of single tokens. Either all of a step's layers are lowered or
-none: an attention reads the layer that was updated before it.
+Owns the addresses of the tensors in ``batch.current``: a group's, where its new tokens are written and which blocks
+they read, and its positions. Everything else of a group is the same in each step of single tokens. Either all of a
+step's layers are lowered or none: an attention reads the layer that was updated before it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,10 +22,12 @@ from stowage.executor.batch import GroupStep, current
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.paged_cache import PagedCache
 from stowage.executor.replay.calls.call_list import TracedCall, arguments_of
+from stowage.executor.replay.calls.position_tables import PositionTables
 from stowage.executor.replay.programs.buffers import Address, Buffer, Buffers
 from stowage.executor.replay.programs.encoding import (
     ATTEND,
     COPY,
+    LOOK_UP_ROWS,
     NOWHERE,
     PUT,
     STACKED,
@@ -42,6 +45,8 @@ from stowage.models.layout import TENSOR_ALIGNMENT_BYTES
 
 _UPDATE: Any = PagedCache.update.__wrapped__  # type: ignore[attr-defined]
 _ATTENTION: Any = paged_attention.__wrapped__  # type: ignore[attr-defined]
+_ANY: Final = 1 << 62
+"""More rows than there are: ``PositionTables`` has those that are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +75,14 @@ class _Reads:
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAddresses:
     """Sets the addresses that change with each step, in the slots that programs read. ``groups``: a layer, and slots of
-    its blocks, offsets, table and runs; ``offloaded``: slots of a layer's keys and values in host memory, or of its
-    latents; ``latents``: an attention, its heads, and slots of the matrices for queries and mixed latents.
+    its blocks, offsets, table and runs; ``tables``: slots of the numbers of their rows, and of each; ``offloaded``:
+    slots of a layer's keys and values in host memory, or of its latents; ``latents``: an attention, its heads, and
+    slots of the matrices for queries and mixed latents.
     """
 
     addresses: array[int]
     groups: tuple[tuple[int, tuple[int, ...]], ...]
+    tables: tuple[tuple[PositionTables, tuple[int, ...]], ...]
     offloaded: tuple[tuple[BlockPool, int, tuple[int, ...]], ...]
     latents: tuple[tuple[Any, int, tuple[int, ...]], ...]
 
@@ -87,6 +94,10 @@ class StepAddresses:
             there = group.blocks, group.offsets, group.runs.table, group.runs.runs
             for slot, tensor in zip(slots, there, strict=True):
                 addresses[slot] = tensor.data_ptr()
+        for tables, slots in self.tables:
+            assert step.furthest is not None, "positions are in host memory"
+            for slot, address in zip(slots, tables.addresses(step.positions, step.furthest), strict=True):
+                addresses[slot] = address
         for pool, layer, slots in self.offloaded:
             if pool.offloaded:
                 for slot, tensor in zip(slots, pool.offloaded[layer], strict=True):
@@ -104,6 +115,7 @@ class Paging:
     _groups: dict[int, _Group] = field(default_factory=dict)
     _offloaded: dict[int, tuple[BlockPool, tuple[Address, ...]]] = field(default_factory=dict)
     _latents: list[tuple[Any, int, tuple[Address, Address]]] = field(default_factory=list)
+    _tables: list[tuple[PositionTables, tuple[Address, ...]]] = field(default_factory=list)
     _written: int | None = None
 
     def operations(self, call: TracedCall) -> list[Operation] | None:
@@ -113,7 +125,23 @@ class Paging:
             return self._update(*args[1:4])
         if function is _ATTENTION:
             return self._attention(args, named, self.buffers.step.objects[call.result])
+        if getattr(function, "__func__", None) is PositionTables.rows:
+            return self._looked_up(function.__self__, self.buffers.step.objects[call.result])
         return None
+
+    def _looked_up(self, tables: PositionTables, found: Sequence[Tensor]) -> list[Operation] | None:
+        """The rows of the step's positions in each of ``tables``; ``None``: they are no rows of contiguous numbers."""
+        rows = len(current.get().positions)
+        whole_rows = all(self.buffers.is_new(one) and one.is_contiguous() for one in found)
+        if not (whole_rows and tables.in_rows):
+            return None
+        chosen, *places = (self.buffers.of_steps() for _ in range(1 + len(found)))
+        self._tables.append((tables, (chosen, *places)))
+        done = []
+        for out, place in zip(found, places, strict=True):
+            row = out.nbytes // rows
+            done.append(Operation((LOOK_UP_ROWS, self.buffers.made(out), place, chosen, rows, _ANY, row, row, 0, 0)))
+        return done
 
     def addresses(self, addresses: array[int], slot: Callable[[Buffer], int]) -> StepAddresses:
         """The call that must precede each replay."""
@@ -125,10 +153,11 @@ class Paging:
             (pool, layer, tuple(slot(address.buffer) for address in there))
             for layer, (pool, there) in self._offloaded.items()
         )
+        tables = tuple((tables, tuple(slot(address.buffer) for address in there)) for tables, there in self._tables)
         latents = tuple(
             (module, heads, tuple(slot(address.buffer) for address in there)) for module, heads, there in self._latents
         )
-        return StepAddresses(addresses, groups, offloaded, latents)
+        return StepAddresses(addresses, groups, tables, offloaded, latents)
 
     def _group(self, layer: int) -> tuple[_Group, GroupStep]:
         step = current.get(None)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stowage.executor.replay.calls.call_list import RecordedCalls, TracedCall, TracedStep, listed
+from stowage.executor.replay.calls.call_list import RecordedCalls, TracedCall, TracedStep, compact, listed
 from stowage.executor.replay.calls.recordable import ALLOWED
 from stowage.executor.replay.programs.buffers import (
     ARENA,
@@ -73,7 +73,7 @@ def with_programs(step: TracedStep, arena: Arena) -> RecordedCalls:
     values = list(traced.values)
     for index, view in writer.shown.items():
         values[index] = view.of(room)
-    return listed(replace(traced, values=tuple(values)))
+    return listed(compact(replace(traced, values=tuple(values))))
 
 
 def planned(step: TracedStep, arena: Arena, *, any_rows: bool = False) -> ProgramPlan:
