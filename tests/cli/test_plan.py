@@ -64,7 +64,7 @@ def test_a_plan_for_programs(call: Stowage, model: Path) -> None:
 
 def test_a_plan_for_people(call: Stowage, model: Path, tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
-    arguments = ("--device-memory", "48MiB", "--context", "1k", "--machine", "typical-gpu", "--picture", picture)
+    arguments = ("--device-memory", "48MiB", "--max-model-len", "1k", "--machine", "typical-gpu", "--picture", picture)
     result = call("plan", model, *arguments)
     assert result.exit_code == 0, result.stderr
     for said in ("mixtral: ", " active, ", " layers ", " stream ", "KV of 1 x 1,024 tokens", "predicted ", "device "):
@@ -92,7 +92,7 @@ def test_the_table_holds_what_the_budget_is_used_for(call: Stowage, model: Path)
 
 
 def test_experts_with_a_cache_are_shown_in_the_table_the_bars_and_the_json(call: Stowage, model: Path) -> None:
-    sizes = ("--device-memory", "24MiB", "--context", "1k", "--max-num-batched-tokens", "64")
+    sizes = ("--device-memory", "24MiB", "--max-model-len", "1k", "--max-num-batched-tokens", "64")
     shown = call("plan", model, *sizes, "--machine", "typical-cpu")
     assert shown.exit_code == 0, shown.stderr
     for said in ("layers 0-7 without experts", "experts of layers 0-7", "of the experts", "cache", "chosen evenly"):
@@ -160,8 +160,8 @@ def test_a_budget_that_cannot_work_says_what_would(call: Stowage, model: Path) -
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--context", "long"], "number of tokens 'long'"),
-        (["--context", "0"], "number of tokens '0'"),
+        (["--max-model-len", "long"], "number of tokens 'long'"),
+        (["--max-model-len", "0"], "number of tokens '0'"),
         (["--device-memory", "much"], "--device-memory cannot be used"),
         (["--disk", "much"], "--disk cannot be used"),
         (["--machine", "nowhere.json"], "nowhere.json cannot be read"),

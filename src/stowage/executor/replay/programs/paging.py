@@ -131,10 +131,11 @@ class Paging:
 
     def _looked_up(self, tables: PositionTables, found: Sequence[Tensor]) -> list[Operation] | None:
         """The rows of the step's positions in each of ``tables``; ``None``: they are no rows of contiguous numbers."""
-        rows = len(current.get().positions)
+        step = current.get(None)
         whole_rows = all(self.buffers.is_new(one) and one.is_contiguous() for one in found)
-        if not (whole_rows and tables.in_rows):
+        if step is None or not (whole_rows and tables.in_rows):
             return None
+        rows = len(step.positions)
         chosen, *places = (self.buffers.of_steps() for _ in range(1 + len(found)))
         self._tables.append((tables, (chosen, *places)))
         done = []
