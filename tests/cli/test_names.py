@@ -35,6 +35,7 @@ def test_an_address_where_nothing_listens(call: Stowage) -> None:
         ("--ctx-size 4096", "--max-model-len"),
         ("-c 4096", "--max-model-len"),
         ("--context-length 4096", "--max-model-len"),
+        ("--context 4096", "--max-model-len"),
         ("-ngl 99", "--weights"),
         ("--n-gpu-layers 99", "--device-memory"),
         ("--tensor-parallel-size 2", "one device"),

@@ -234,20 +234,6 @@ def _packed_layers(matrix: PackedMatrix, dtype: torch.dtype) -> None:
     assert bool(left(calls)) != ours
 
 
-@pytest.mark.parametrize("dtype", kernels.DTYPES)
-@pytest.mark.parametrize("name", ["", "q4_0", "q6_k"])
-def test_rows_of_token_ids(name: str, dtype: torch.dtype, instructions: str) -> None:
-    spec = replace(next(spec for spec in SPECS if spec.name == (name or "q8_0")), outputs=50, inputs=512)
-    table: Any = BlockMatrix(spec, parts_of(spec, seed=3), dtype)
-    if not name:  # rows of a wider tensor
-        table = Parameter(usual(50, 600, seed=3, dtype=dtype)[:, 40:552], requires_grad=False)
-    calls = replays(lambda ids: F.embedding(ids, table) * 2, torch.tensor([[3], [49], [0]]), kept=[table] * (not name))
-    assert not left(calls)
-    for wrong in (50, -1, 1 << 60):
-        with pytest.raises(IndexError, match="does not have"):
-            calls.replay((torch.tensor([[1], [wrong], [2]]),))
-
-
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_layers_of_the_same_rows_are_one_call(

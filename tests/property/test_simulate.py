@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stowage.cache.flow import Flow
 from stowage.cache.policy import POLICIES
-from stowage.core.geometry import PAGE_BYTES, SlabClass
+from stowage.core.geometry import PAGE_BYTES
 from stowage.simulator.disk_segments import Segments
 from stowage.simulator.pricing import Prices
 from stowage.simulator.replay import Report, parts_of, replay, route
@@ -326,38 +324,6 @@ def test_a_simulated_disk_is_the_real_one(tmp_path: Path, limit_chunks: int, chu
     assert not disk.masks(every[:2]).any()
     # The last segment was sealed by closing the tier; all that is there takes no more than was simulated.
     assert used_bytes(tmp_path / "c") <= disk.held_bytes
-
-
-def test_sums_do_not_depend_on_the_processes() -> None:
-    trace = made(200, 3, gap_ms=50)
-    several = [scenario(40, nodes=3), scenario(80, nodes=2, disk_bytes=4 << 20, disk=FAST)]
-    told: list[tuple[int, int]] = []
-    found = simulate(trace, several, jobs=2, progress=lambda done, total: told.append((done, total)))
-    assert found == simulate(trace, several, jobs=1)
-    assert told[-1] == (400, 400)
-
-
-def test_nodes_cost_what_their_own_prompts_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 nodes, most with a prompt or two, none is forked for, none has room for all prompts of the trace, and what
-    they share is checked once.
-    """
-    trace = made(120, 5)
-    many = scenario(10_000, nodes=64, routing="round-robin")
-    forks, slots, checked = list[object](), list[int](), list[object]()
-    fork, check = ForkProcess.start, Objects.check
-    monkeypatch.setattr(ForkProcess, "start", lambda self: (forks.append(self), fork(self)))
-    monkeypatch.setattr(Objects, "check", lambda self: (checked.append(self), check(self)))
-    (found,) = simulate(trace, [many], jobs=2)
-    assert found.requests == 120 and 2 <= len(forks) <= 8
-
-    class Noted(Flow):
-        def __init__(self, geometry: object, slabs: list[SlabClass], *others: object) -> None:
-            slots.append(slabs[0].slots)
-            super().__init__(geometry, slabs, *others)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("stowage.simulator.store.Flow", Noted)
-    simulate(trace, [replace(many, objects=True)], jobs=1)
-    assert len(slots) == 64 and sum(slots) <= 2 * len(trace.blocks) + 64 and len(checked) == 1
 
 
 def test_more_memory_finds_more_and_a_shared_store_what_others_computed() -> None:

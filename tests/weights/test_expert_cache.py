@@ -243,3 +243,28 @@ def test_favourites_stay() -> None:
         assert distances[:, :2].max() < distances[:, 2:].min()
         nearest = (now + 1) % 4
         assert distances[nearest, 0] == distances[:, 0].min()
+
+
+def test_a_read_that_an_earlier_forward_left_behind_fails_for_it_alone(
+    table: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, readers, parameters, truth = cache_of(table, EXPERTS, 0, "f")
+    mended, fill = threading.Event(), File.fill
+
+    def fill_or_fail(self: File, into: memoryview, offset: int, *, whole_pages: bool) -> None:
+        if not mended.is_set():
+            mended.wait(60.0)
+            raise OSError("gone")
+        fill(self, into, offset, whole_pages=whole_pages)
+
+    monkeypatch.setattr(File, "fill", fill_or_fail)
+    cache.take(0, torch.arange(EXPERTS)[None], waits=False)
+    cache.give_back(0)
+    timer = threading.Timer(0.3, mended.set)
+    timer.start()
+    cache.take(1, torch.arange(EXPERTS)[None])  # it needs every frame
+    assert all(torch.equal(p, v) for p, v in zip(parameters[1], truth[1], strict=True))
+    cache.give_back(1)
+    cache.check()
+    timer.join()
+    assert readers.close()

@@ -37,7 +37,7 @@ _ELSEWHERE: Mapping[str, str] = {
         "kv_cache_memory_bytes num_gpu_blocks_override max_total_tokens": _KV,
         "swap_space kv_offloading_size hicache_size hicache_ratio cache_ram": _HOST,
         "cpu_offload_gb n_gpu_layers gpu_layers ngl override_tensor ot cpu_moe n_cpu_moe device_map": _PLACED,
-        "ctx_size c context_length max_context max_seq_len n_ctx": _LENGTH,
+        "ctx_size c context context_length max_context max_seq_len n_ctx": _LENGTH,
         "max_running_requests max_batch_size parallel np": _SEQUENCES,
         "chunked_prefill_size max_prefill_tokens batch_size ubatch_size b ub": _STEP,
         "page_size": "Use --block-size N",

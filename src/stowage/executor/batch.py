@@ -160,10 +160,9 @@ def build(
     do not, without gathering keys.
     """
     decodes = sum([w.count == 1 for w in work])
-    starts = [w.start for w in work]
     ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
     if decodes == len(work):  # a step of these has little time, so it makes few arrays
-        every = np.array((ids, starts, range(decodes)), dtype=np.int64)
+        every = np.array((ids, [w.start for w in work], range(decodes)), dtype=np.int64)
         (token_ids, at, wanted), positions = _on(device, every).unbind(), every[1]
     else:
         positions = np.concatenate([np.arange(w.start, w.start + w.count) for w in work])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import multiprocessing
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -95,5 +96,10 @@ def _shares(tasks: Sequence[Task], count: int) -> list[list[int]]:
 
 def _work(trace: Trace, tasks: Sequence[Task], share: Sequence[int], connection: Connection) -> None:
     for task in share:
-        connection.send((task, replay(trace, *tasks[task], lambda done, task=task: connection.send((task, done)))))  # type: ignore[misc]
-    connection.send((None, None))
+        tell = partial(_tell, connection, task)
+        tell(replay(trace, *tasks[task], tell))
+    _tell(connection, None, None)
+
+
+def _tell(connection: Connection, task: int | None, news: object) -> None:
+    connection.send((task, news))
