@@ -129,6 +129,7 @@ EMULATED __m512 _mm512_setzero_ps(void) { return _mm512_set1_ps(0); }
 EACH_WITH(_mm512_add_ps, __m512, s, 16, a.s[k] + b.s[k])
 EACH_WITH(_mm512_sub_ps, __m512, s, 16, a.s[k] - b.s[k])
 EACH_WITH(_mm512_mul_ps, __m512, s, 16, a.s[k] * b.s[k])
+EACH_WITH(_mm512_div_ps, __m512, s, 16, a.s[k] / b.s[k])
 EACH_WITH(_mm512_max_ps, __m512, s, 16, a.s[k] > b.s[k] ? a.s[k] : b.s[k])
 EACH_WITH(_mm512_and_si512, __m512i, q, 8, a.q[k] & b.q[k])
 EACH_WITH(_mm512_or_si512, __m512i, q, 8, a.q[k] | b.q[k])

@@ -75,6 +75,7 @@ def scale(name: str, blocks: Tensor, value: float) -> None:
 SPECS = [
     *(Spec(name, 300, 512) for name in BLOCKS),
     Spec("mxfp4", 300, 512),
+    *(Spec("nvfp4", 300, 512, block_rows=rows, divides=not rows) for rows in (0, 64)),
     *(Spec("fp8", 300, 512, group, block_rows) for group, block_rows in ((128, 128), (0, 1), (0, 0))),
     *(Spec("int4", 304, 512, 64, zeros=zeros, scale_dtype=torch.bfloat16) for zeros in (False, True)),
     Spec("int4", 304, 512, 128, zeros=True, scale_dtype=torch.float16),

@@ -21,12 +21,18 @@ from tests.weights import published_files as files
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 LAYER = "model.layers.0.mlp.down_proj"
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quantiser = files.fp8(128, 128, "weight_scale_inv")
     return files.write("llama", tmp_path_factory.mktemp("hostile"), FP8, quantiser)[0]
+
+
+@pytest.fixture(scope="module")
+def of_two_scales(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return files.write("llama", tmp_path_factory.mktemp("hostile"), NVFP4, files.nvfp4(False))[0]
 
 
 def header_of(raw: bytes) -> tuple[dict[str, Any], bytes]:
@@ -69,8 +75,11 @@ def test_a_config_with_absurdly_many_layers_is_refused_before_any_is_made(publis
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_damaged_files_are_refused_or_mean_numbers(seed: int, published: Path, tmp_path: Path) -> None:
-    chance = random.Random(seed)
+@pytest.mark.parametrize("made", ["published", "of_two_scales"])
+def test_damaged_files_are_refused_or_mean_numbers(
+    made: str, seed: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    published, chance = request.getfixturevalue(made), random.Random(seed)
     raw = bytearray((published / "model.safetensors").read_bytes())
     (length,) = struct.unpack("<Q", raw[:8])
     if seed % 4 == 0:
@@ -98,6 +107,12 @@ ODD: tuple[Any, ...] = (
     {"quant_method": "compressed-tensors", "config_groups": {"g": 1, "h": {"weights": 2, "targets": 5}}},
     {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": [4]}}}},
     {"quant_method": "compressed-tensors", "sparsity_config": "x", "config_groups": {}},
+    {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "float", "num_bits": 4}}}},
+    {"quant_method": "modelopt"},
+    {"quant_method": "modelopt", "quant_algo": ["NVFP4"], "ignore": {"a": 1}},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["[", "*" * 50, 7, None], "exclude_modules": 3},
+    {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": [1]},
+    {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": {}}}},
     {"quant_method": ["fp8"]},
     {"quant_method": "x" * 5000},
     ["fp8"],

@@ -66,6 +66,37 @@ def test_scales_of_any_size(instructions: None, scale_dtype: torch.dtype, zeros:
             assert torch.equal(found.nan_to_num(7), kernels.linear(x[:rows], plain).nan_to_num(7)), (power, rows)
 
 
+@pytest.mark.parametrize("divides", [False, True])
+def test_every_scale_of_nvfp4_and_global_scales_of_any_size(instructions: None, divides: bool) -> None:
+    """Also scales that are negative or no numbers, and such as make numbers beyond the largest, or below the normal."""
+    spec = Spec("nvfp4", 37, 4096, block_rows=0, divides=divides)
+    parts = parts_of(spec)
+    scales = torch.arange(37 * 256).to(torch.uint8).view(37, 256)
+    scales[::3] = scales[::3] % 112  # whole rows of numbers
+    parts["scales"] = scales.view(torch.float8_e4m3fn)
+    x = torch.zeros(9, spec.inputs)
+    x[:, 40::250] = torch.randn(9, 17, generator=torch.Generator().manual_seed(1))
+    small = () if kernels._kernel.multiplies_halves() else (-149, -140, -130, -124, -118, -113)
+    for power in (*small, -100, -12, 0, 13, 70, 90, 115, 120, 127):
+        own = torch.tensor([1.37 * 2.0 ** (-power if divides and power < 127 else power)])
+        plain = dequantized(spec, parts | {"globals": own}, torch.bfloat16)
+        given = (x * 2.0 ** (-power / 2)).bfloat16()
+        matrix = BlockMatrix(spec, parts | {"globals": own}, torch.bfloat16)
+        for rows in (1, 2, 4, 9):
+            found = kernels.linear_blocks(given[:rows], matrix)
+            assert torch.equal(found.nan_to_num(7), kernels.linear(given[:rows], plain).nan_to_num(7)), (power, rows)
+
+
+def test_nvfp4_of_half_a_block_is_left_to_the_reference() -> None:
+    spec = Spec("nvfp4", 8, 48, block_rows=0)
+    matrix: Any = BlockMatrix(spec, parts_of(spec), torch.bfloat16)
+    x = torch.randn(3, 48).bfloat16()
+    assert not kernels.supports_blocks(x, matrix)
+    with RowInvariance(linear=True, exact=True):
+        found = nn.functional.linear(x, matrix)
+    assert torch.equal(found, kernels.linear(x, dequantized(spec, matrix.parts, torch.bfloat16)))
+
+
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"])
 def test_scales_of_infinity_give_what_dequantized_weights_give(instructions: None, name: str) -> None:
     """Sums of one sign are infinite, not NaN, as rounding in a shorter way would leave them."""
@@ -205,8 +236,8 @@ def test_rows_of_what_is_away_or_in_several_tensors_are_left_to_the_reference() 
 
 
 def test_no_number_is_no_number() -> None:
-    fp8 = Spec("fp8", 16, 128, 128, 128)
-    for spec in (fp8, *(Spec(name, 16, 64) for name in ("fp8", "mxfp4", "q4_0"))):
+    fp8, nvfp4 = Spec("fp8", 16, 128, 128, 128), Spec("nvfp4", 16, 64, block_rows=0)
+    for spec in (fp8, nvfp4, *(Spec(name, 16, 64) for name in ("fp8", "mxfp4", "q4_0"))):
         parts = parts_of(spec)
         for part in parts.values():
             part.view(torch.uint8)[3:4].fill_(255)

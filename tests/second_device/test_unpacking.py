@@ -51,6 +51,8 @@ def matrices(draw: st.DrawFn) -> Spec:
     inputs = wide * draw(st.integers(1, 5))
     if name in BLOCKS or name == "mxfp4":
         return Spec(name, outputs, inputs)
+    if name == "nvfp4":
+        return Spec(name, outputs, inputs, block_rows=draw(st.sampled_from([0, 1, 7])), divides=draw(st.booleans()))
     scales = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     if name == "fp8":
         block_rows, group = draw(st.sampled_from([0, 1, 7, 128])), draw(st.sampled_from([0, 32, 64, 128, 1000]))
@@ -68,7 +70,14 @@ def test_any_matrix(spec: Spec, seed: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [Spec("fp8", 16, 32, 0, 0), Spec("mxfp4", 16, 32), Spec("mxfp4_block", 16, 32)], ids=str
+    "spec",
+    [
+        Spec("fp8", 16, 32, 0, 0),
+        Spec("mxfp4", 16, 32),
+        Spec("mxfp4_block", 16, 32),
+        *(Spec("nvfp4", 16, 512, block_rows=0, divides=divides) for divides in (False, True)),
+    ],
+    ids=str,
 )
 @pytest.mark.usefixtures("interpreter")
 def test_every_code_and_exponent(spec: Spec) -> None:
@@ -80,6 +89,8 @@ def test_every_code_and_exponent(spec: Spec) -> None:
         parts[part] = values.view(spec.tensors()[part][0])
     if spec.name == "fp8":
         parts = {"codes": parts["codes"].view(torch.float8_e4m3fn), "scales": torch.tensor([[0.37]])}
+    elif spec.name == "nvfp4":
+        parts |= {"scales": parts["scales"].view(torch.float8_e4m3fn), "globals": torch.tensor([0.37])}
     assert_unpacks(spec, parts, torch.float32)
 
 

@@ -98,6 +98,28 @@ def _coded(values: Tensor, group: int, zeros: bool, dtype: torch.dtype) -> tuple
     return codes.view(n, k), scales, zero, meant.view(n, k)
 
 
+def nvfp4(divides: bool) -> Callable[[Tensor], Written]:
+    """As compressed-tensors (``divides``) or Model Optimizer write it; activations have a scale too."""
+
+    def write(values: Tensor) -> Written:
+        n, k = values.shape
+        grouped = values.view(n, -1, 16)
+        own = grouped.abs().amax() / (6 * 448)
+        own = 1 / own if divides else own
+        sizes = grouped.abs().amax(2) / 6
+        scales = (sizes * own if divides else sizes / own).to(torch.float8_e4m3fn)
+        whole = (scales.float() / own if divides else scales.float() * own)[..., None]
+        codes = (grouped / whole.clamp(min=1e-9)).unsqueeze(-1).sub(FP4).abs().argmin(-1).to(torch.uint8).view(n, k)
+        packed = codes[:, ::2] | codes[:, 1::2] << 4
+        meant = (FP4[codes.long()].view(n, -1, 16) * whole).view(n, k)
+        if divides:
+            parts = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": own.view(1)}
+            return parts | {"input_global_scale": torch.tensor([7.0])}, meant
+        return {"weight": packed, "weight_scale": scales, "weight_scale_2": own, "input_scale": own / 3}, meant
+
+    return write
+
+
 def mxfp4(stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks and scales of experts (experts, inputs, outputs), as gpt-oss has them, and what they mean."""
     turned = stack.transpose(1, 2).contiguous()

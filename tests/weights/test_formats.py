@@ -12,7 +12,15 @@ from torch import Tensor
 from stowage.errors import CheckpointError
 from stowage.weights.quantized import blocks
 from stowage.weights.quantized.blocks import BlockMatrix, parameter_names, put_linear
-from stowage.weights.quantized.formats import BLOCKS, FORMATS, Spec, dequantized
+from stowage.weights.quantized.formats import (
+    BLOCKS,
+    FORMATS,
+    Spec,
+    dequantized,
+    first_outputs,
+    outputs_of,
+    outputs_together,
+)
 from tests.block_formats import SPECS, parts_of, raw_bytes
 
 
@@ -104,6 +112,46 @@ def test_four_bits_in_words_mean_a_code_less_its_zero_times_its_scale(group: int
         assert torch.equal(dequantized(spec, found), expected), name
 
 
+@pytest.mark.parametrize("divides", [False, True])
+def test_nvfp4_means_a_code_times_its_scale_and_the_matrix_own(divides: bool) -> None:
+    """Scales are divided by that of compressed-tensors, and multiplied by that of Model Optimizer. Each step is rounded
+    to float32, as both have it: in another order a bit of some weights differs.
+    """
+    meant = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    spec = Spec("nvfp4", 24, 64, block_rows=8, divides=divides)
+    codes, scales = raw_bytes(24, 64) % 16, raw_bytes(24, 4, seed=1) % 127
+    own = np.array([2903.77, 0.31, 6.1e-4], np.float32)
+    exponents, fractions = (scales >> 3).numpy().astype(np.int64), (scales & 7).numpy().astype(np.float32)
+    numbers = np.where(exponents, np.exp2(exponents - 7.0) * (1 + fractions / 8), fractions / 512).astype(np.float32)
+    whole = numbers / own.repeat(8)[:, None] if divides else numbers * own.repeat(8)[:, None]
+    expected = torch.from_numpy(meant[codes.numpy()] * whole.repeat(16, axis=1))
+    parts = {
+        "codes": codes[:, ::2] | codes[:, 1::2] << 4,
+        "scales": scales.view(torch.float8_e4m3fn),
+        "globals": torch.from_numpy(own),
+    }
+    assert {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} == spec.tensors()
+    assert torch.equal(dequantized(spec, parts), expected)
+    assert torch.equal(dequantized(spec, parts, torch.bfloat16), expected.bfloat16())
+    folded = (codes.numpy(), numbers)  # global scales last
+    last = torch.from_numpy(meant[folded[0]] * folded[1].repeat(16, axis=1))
+    rows = torch.from_numpy(own).repeat_interleave(8)[:, None]
+    assert not torch.equal(dequantized(spec, parts), last / rows if divides else last * rows)
+
+
+def test_matrices_are_cut_where_outputs_that_share_a_scale_meet() -> None:
+    """Also where so many are no divisor of what is usual."""
+    for spec in (Spec("fp8", 500, 64, 0, 96), Spec("nvfp4", 500, 64, block_rows=96), Spec("fp8", 500, 64, 0, 200)):
+        step, parts = outputs_together(spec), parts_of(spec)
+        assert step >= 128 and step % spec.block_rows == 0
+        whole = dequantized(spec, parts)
+        for begin in range(0, 500, step):
+            own, cut = outputs_of(spec, parts, begin, min(500, begin + step))
+            assert torch.equal(dequantized(own, cut), whole[begin : begin + step])
+        few, cut = first_outputs(spec, parts)
+        assert torch.equal(dequantized(few, cut), whole[: few.outputs])
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="no whole number of q4_k blocks of 256"):
         Spec("q4_k", 4, 320).tensors()
@@ -115,6 +163,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 def test_sizes_are_those_of_the_tensors() -> None:
     assert Spec("q4_k", 10, 512).nbytes == 10 * 2 * 144
     assert Spec("mxfp4", 10, 64).nbytes == 10 * 2 * 17
+    assert Spec("nvfp4", 10, 64, block_rows=5).nbytes == 10 * (32 + 4) + 2 * 4
     assert Spec("fp8", 130, 200, 128, 128).nbytes == 130 * 200 + 4 * 4
     assert Spec("int4", 8, 64, 32, zeros=True, scale_dtype=torch.bfloat16).nbytes == 8 * 32 + 8 * 2 * 2 + 4 * 2
 

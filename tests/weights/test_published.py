@@ -49,6 +49,21 @@ def int4(group: int, zeros: bool = False) -> tuple[dict[str, Any], Callable[...,
     return compressed("int", 4, "pack-quantized", **stated), files.int4(group, zeros)
 
 
+def nvfp4() -> tuple[dict[str, Any], Callable[..., Any]]:
+    """Of compressed-tensors, with activations in 4 bits."""
+    stated = compressed("float", 4, "nvfp4-pack-quantized", strategy="tensor_group", group_size=16, symmetric=True)
+    stated["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "type": "float", "dynamic": "local"}
+    return stated, files.nvfp4(True)
+
+
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "ignore": ["lm_head", "*router*", "model.layers.*.mlp.gate"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+}
+
+
 def words(method: str, group: int) -> tuple[dict[str, Any], Callable[..., Any]]:
     stated = {"quant_method": method, "bits": 4, "group_size": group}
     return stated, (files.gptq if method == "gptq" else files.awq)(group)
@@ -68,6 +83,9 @@ METHODS: Mapping[str, tuple[str, Mapping[str, Any], Callable[..., Any]]] = {
     "int4-32": ("llama", *int4(32)),
     "int4-64-zeros": ("qwen3", *int4(64, True)),
     "int4-128": ("llama", *int4(128)),
+    "nvfp4": ("qwen3", *nvfp4()),
+    "nvfp4-modelopt": ("llama", MODELOPT, files.nvfp4(False)),
+    "fp8-modelopt": ("llama", MODELOPT | {"quant_algo": "FP8"}, files.fp8(0, 0, "weight_scale")),
     "gptq-128": ("qwen2", *words("gptq", 128)),
     "gptq-32": ("llama", *words("gptq", 32)),
     "awq-64": ("llama", *words("awq", 64)),
@@ -89,7 +107,9 @@ def taken_by(model: Any) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-@pytest.mark.parametrize("name", mostly_rare(METHODS, ["fp8", "fp8-channels", "int4-64-zeros", "gptq-32", "awq-64"]))
+@pytest.mark.parametrize(
+    "name", mostly_rare(METHODS, ["fp8", "fp8-channels", "int4-64-zeros", "gptq-32", "awq-64", "nvfp4"])
+)
 def test_an_engine_answers_as_on_the_plain_values_to_the_bit(name: str, tmp_path: Path) -> None:
     family, method, quantiser = METHODS[name]
     published, plain = files.write(family, tmp_path, method, quantiser, **(DENSE if family == "qwen2" else {}))
@@ -121,6 +141,8 @@ EXPERTS: Mapping[str, tuple[str, Mapping[str, Any], Callable[..., Any] | None]] 
     "qwen3_moe-cut": ("qwen3_moe", FP8, files.fp8(128, 128, "weight_scale_inv")),
     "qwen3_moe-gptq": ("qwen3_moe", *words("gptq", 32)),
     "mixtral-awq": ("mixtral", *words("awq", 64)),
+    "qwen3_moe-nvfp4": ("qwen3_moe", *nvfp4()),
+    "deepseek_v3-modelopt": ("deepseek_v3", MODELOPT, files.nvfp4(False)),
     "gpt_oss-mxfp4": ("gpt_oss", MXFP4, None),
     "hunyuan_moe-gptq": ("hunyuan_moe", *words("gptq", 32)),
 }
@@ -128,7 +150,9 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {"qwen3_moe-cut": {"moe_intermediate_
 """Of one: the scales of an expert's gate and up projections do not meet."""
 
 
-@pytest.mark.parametrize("name", mostly_rare(EXPERTS, ["deepseek_v3-fp8", "gpt_oss-mxfp4", "mixtral-awq"]))
+@pytest.mark.parametrize(
+    "name", mostly_rare(EXPERTS, ["deepseek_v3-fp8", "gpt_oss-mxfp4", "mixtral-awq", "qwen3_moe-nvfp4"])
+)
 def test_experts_stay_as_published_and_are_cached_one_by_one(name: str, tmp_path: Path) -> None:
     family, method, quantiser = EXPERTS[name]
     published, plain = files.write(family, tmp_path, method, quantiser, **CHANGED.get(name, {}))
@@ -373,8 +397,8 @@ def test_embeddings_that_are_quantised_too_are_numbers_in_memory(name: str, tied
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "gptq-32", "int4-32", "gpt_oss"])
 def test_quantised_weights_of_which_a_config_says_nothing_are_refused(name: str, tmp_path: Path) -> None:
-    """Older tools say it in a file of their own (hf_quant_config.json, quantize_config.json). Transformers takes codes
-    of FP8 for numbers then, and answers.
+    """Older tools say it in a file of their own (quantize_config.json). Transformers takes codes of FP8 for numbers
+    then, and answers.
     """
     family, method, quantiser = METHODS[name] if name in METHODS else EXPERTS["gpt_oss-mxfp4"]
     published, _ = files.write(family, tmp_path, method, quantiser)

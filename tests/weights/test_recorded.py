@@ -34,6 +34,8 @@ from tests.weights.conftest import needs_kernels
 from tests.weights.test_failures import flip
 from tests.weights.test_published import EXPERTS
 
+RECORDED = ["deepseek_v3-fp8", "gpt_oss-mxfp4", "mixtral-awq", "qwen3_moe-nvfp4"]
+
 FAMILIES = ("llama", "gemma3", "mixtral", "deepseek_v3", "qwen3_next", "nemotron_h", "gpt2")
 UNRECORDED = ("phi4_mini", "aria", "dbrx", "longcat_flash")
 """Steps of these are not recorded with all weights in memory either."""
@@ -107,7 +109,7 @@ def test_recorded_steps_give_the_bits_of_unrecorded_ones_and_of_weights_in_memor
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", mostly_rare(["deepseek_v3-fp8", "gpt_oss-mxfp4", "mixtral-awq"], ["deepseek_v3-fp8"]))
+@pytest.mark.parametrize("name", mostly_rare(RECORDED, ["deepseek_v3-fp8", "qwen3_moe-nvfp4"]))
 def test_steps_of_experts_as_published_are_recorded(name: str, tmp_path: Path) -> None:
     family, method, quantiser = EXPERTS[name]
     published, _ = published_files.write(family, tmp_path, method, quantiser)
@@ -315,7 +317,7 @@ def anew(engine: Engine) -> list[tuple[list[int], list[float]]]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", mostly_rare(["deepseek_v3-fp8", "gpt_oss-mxfp4", "mixtral-awq"], ["deepseek_v3-fp8"]))
+@pytest.mark.parametrize("name", mostly_rare(RECORDED, ["deepseek_v3-fp8", "qwen3_moe-nvfp4"]))
 def test_experts_and_latents_that_stay_are_parts_of_programs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,14 +17,14 @@ runtime is used.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from stowage.core.geometry import Kind
-from stowage.executor.format_numbers import number_of
+from stowage.executor.format_numbers import SCALES, number_of, scales_kind
 from stowage.executor.tiles import NAME as TILES
 from stowage.executor.tiles import try_scoring, try_tiles
 from stowage.native import extension as _kernel
@@ -32,7 +32,7 @@ from stowage.native import is_built as is_built
 from stowage.native import is_wanted
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.codes import PackedMatrix
-from stowage.weights.quantized.formats import BLOCKS
+from stowage.weights.quantized.formats import BLOCKS, NVFP4_GROUP
 
 KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -43,7 +43,6 @@ _DYNAMIC = {torch.float32: 6, torch.bfloat16: 7}
 """Products of activations quantized to 8 bits."""
 INTEGER_FORMATS = frozenset("q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block mxfp4 int4 gptq awq".split())
 """Formats with integer codes, for products with 8-bit activations; our own int8 and int4 are supported, too."""
-_SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
 REVISION = 7
 """Version of the kernels; incremented whenever the bits of an answer change."""
 _INT8_BLOCK = 32
@@ -128,10 +127,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def supports_blocks(x: Tensor, matrix: BlockMatrix) -> bool:
-    """Whether ``linear_blocks`` can compute this: the bytes are in memory, and scales cover multiples of 32 inputs."""
-    size, inputs = matrix.spec.group_size, matrix.spec.inputs
+    """Whether ``linear_blocks`` can compute this: the bytes are in memory, and inputs and scales meet at 32 inputs."""
     on_cpu = all(part.device.type == "cpu" for part in matrix.parts.values())
-    return x.dtype in DTYPES and on_cpu and matrix.is_here and (size % 32 == 0 or size == inputs)
+    return x.dtype in DTYPES and on_cpu and matrix.is_here and matrix.spec.meets_at(32)
 
 
 def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) -> Tensor:
@@ -169,8 +167,8 @@ def look_up(ids: Tensor, matrix: BlockMatrix) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """How the kernel reads a matrix. ``codes``, with a row stride of ``row`` elements (of a format: bytes), ``scales``
-    and ``zeros`` (zero points). ``group``, ``block_rows``: inputs and outputs per scale; ``form``: number of its
-    format, 0: none; ``kind``: dtype of its scales.
+    and ``zeros`` (zero points, or global scales). ``group``, ``block_rows``: inputs and outputs per scale; ``form``:
+    number of its format, 0: none; ``kind``: dtype of its scales.
     """
 
     codes: Tensor
@@ -206,7 +204,7 @@ def of_int4(dtype: torch.dtype, codes: Tensor, scales: Tensor, group: int) -> Ma
 
 
 def _of_packed4(codes: Tensor, scales: Tensor, group: int) -> Matrix:
-    kind = _SCALES[torch.float16]
+    kind = SCALES[torch.float16]
     return Matrix(codes, codes.shape[0], codes.stride(0), scales, scales[1], group, number_of("packed4"), 1, kind)
 
 
@@ -227,11 +225,16 @@ def of_blocks(matrix: BlockMatrix) -> Matrix:
     """A matrix that ``linear_blocks`` supports."""
     spec, parts = matrix.spec, matrix.parts
     codes = next(iter(parts.values()))
-    scales, zeros = parts.get("scales"), parts.get("zeros")
+    scales, zeros = beside_codes(parts)
     row = codes.stride(0) * codes.element_size()
-    group = 32 if spec.name == "mxfp4" else spec.group_size
-    kind = 0 if scales is None else _SCALES[scales.dtype]
+    group = {"mxfp4": 32, "nvfp4": NVFP4_GROUP}.get(spec.name, spec.group_size)
+    kind = 0 if scales is None else scales_kind(scales.dtype, spec.divides)
     return Matrix(codes, spec.outputs, row, scales, zeros, group, number_of(spec.name), spec.rows_per_scale, kind)
+
+
+def beside_codes(parts: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Scales, and zero points or global scales, where a format has them apart."""
+    return parts.get("scales"), parts.get("globals", parts.get("zeros"))
 
 
 def linears(x: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:

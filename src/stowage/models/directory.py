@@ -13,6 +13,7 @@ from typing import Any
 
 from stowage.errors import CheckpointError
 from stowage.models.multimodal import TextPart, text_part
+from stowage.models.published.beside import stated_beside
 
 logger = logging.getLogger("stowage.models")
 _REASON_CHARACTERS = 200
@@ -37,6 +38,10 @@ def config_of(file: Path) -> Any:
         for part in parts:
             if "float8" in str(getattr(part, "dtype", "")):  # of the codes: nothing is run in it
                 part.dtype = None
+        if all(getattr(part, "quantization_config", None) is None for part in parts):
+            stated = stated_beside(file.parent)
+            if stated is not None:
+                found.quantization_config = stated
         return found
     except (ValueError, OSError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         found = _config_of_architecture(file)

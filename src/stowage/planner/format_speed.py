@@ -159,7 +159,7 @@ def _matrices(name: str, memory: torch.Tensor, outputs: int, inputs: int, dtype:
         rows = memory[: count * form.nbytes].view(count, form.nbytes)
         return [PackedMatrix(form, row, dtype) for row in rows]
     group = 128 if name in ("fp8", "int4", "gptq", "awq") else 0
-    zeros, block_rows = name in ("gptq", "awq"), 128 if name == "fp8" else 1
+    zeros, block_rows = name in ("gptq", "awq"), {"fp8": 128, "nvfp4": 0}.get(name, 1)
     spec = Spec(name, outputs, inputs, group, block_rows, zeros, torch.bfloat16)
     sizes = {part: prod(shape) * kind.itemsize for part, (shape, kind) in spec.tensors().items()}
     found = []

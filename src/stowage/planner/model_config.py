@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.errors import CheckpointError, ConfigError, ModelError
+from stowage.models.published.beside import stated_beside
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "float8_e4m3fn": 1}
 """Bytes of one element, by name of the type."""
@@ -76,6 +77,9 @@ def read_config(path: Path) -> Fields:
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path} is no config: it holds a {type(entries).__name__}, not an object.")
     nested = entries.get("text_config") or entries.get("llm_config")
+    parts = (entries, nested) if isinstance(nested, Mapping) else (entries,)
+    if all(part.get("quantization_config") is None for part in parts):
+        entries["quantization_config"] = stated_beside(path.parent)
     if not isinstance(nested, Mapping):
         return Fields(entries)
     around = {k: entries[k] for k in ("dtype", "torch_dtype", "quantization_config") if entries.get(k) is not None}

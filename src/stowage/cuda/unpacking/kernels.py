@@ -1,6 +1,7 @@
 """What the bytes of published formats mean, in Triton: the two kernels that ``launch`` calls.
 
-    side_by_side   formats that lie group after group: GGUF's blocks, which hold scale and codes together, MXFP4, int4
+    side_by_side   formats that lie group after group: GGUF's blocks, which hold scale and codes together, MXFP4,
+                   NVFP4, int4
     apart          formats in which a row's groups do not: fp8, gptq, awq
 
 ``weights.quantized.formats`` describes the layouts and computes the same with torch. A value is computed in float32
@@ -76,8 +77,8 @@ def side_by_side(
     GROUPS: tl.constexpr,
 ) -> None:
     """``out`` is ``groups`` of ``WIDTH`` values, one after the other, ``row_groups`` to a row; blocks have ``BYTES``.
-    ``scales`` and ``zeros``: of formats that keep them apart; in int4, ``wide`` groups share one. A program takes
-    ``GROUPS`` groups.
+    ``scales`` and ``zeros``: of formats that keep them apart; in int4, ``wide`` groups share one. In nvfp4 ``zeros``
+    are global scales, which ``wide`` rows share, and divisors if ``ZEROS``. A program takes ``GROUPS`` groups.
     """
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     there = group < groups
@@ -95,6 +96,12 @@ def side_by_side(
             found = (code - zero.to(tl.float32)[:, None]) * scale[:, None]
         else:
             found = (code - 8.0) * scale[:, None]
+    elif FORMAT == "nvfp4":
+        byte = tl.load((blocks + group * BYTES)[:, None] + value // 2, mask, other=0)
+        scale = _fp8(tl.load(scales + group, there, other=0))
+        own = tl.load(zeros + group // row_groups // wide, there, other=1)
+        scale = tl.div_rn(scale, own) if ZEROS else scale * own
+        found = scale[:, None] * _fp4((byte >> (4 * (value % 2)).to(tl.uint8)) & 15)
     elif FORMAT == "mxfp4" or FORMAT == "mxfp4_block":
         first = blocks + group * BYTES
         if FORMAT == "mxfp4":

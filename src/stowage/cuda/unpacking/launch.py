@@ -20,13 +20,13 @@ from stowage.errors import reason
 
 logger = logging.getLogger("stowage.engine")
 _SIDE_BY_SIDE = frozenset(
-    "q8_0 q4_0 q4_1 q5_0 q5_1 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4_block mxfp4 int4".split()
+    "q8_0 q4_0 q4_1 q5_0 q5_1 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4_block mxfp4 nvfp4 int4".split()
 )
 _APART = frozenset(("fp8", "gptq", "awq"))
 FORMATS = _SIDE_BY_SIDE | _APART
 """Those that the kernels know. Of others torch makes numbers, which is several times slower."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WIDTHS = {"q2_k": 16, "q3_k": 16, "q6_k": 16}
+_WIDTHS = {"q2_k": 16, "q3_k": 16, "q6_k": 16, "nvfp4": 16}
 """Values of a group that have one scale, where these are not 32."""
 _VALUES = 4096
 """That a program unpacks."""
@@ -47,6 +47,8 @@ class Matrix(Protocol):
     def group_size(self) -> int: ...
     @property
     def rows_per_scale(self) -> int: ...
+    @property
+    def divides(self) -> bool: ...
 
 
 Dequantize = Callable[[Any, Mapping[str, Tensor], torch.dtype], Tensor]
@@ -121,20 +123,22 @@ def _side_by_side(spec: Matrix, parts: Mapping[str, Tensor], out: Tensor) -> Non
     from stowage.cuda.unpacking import kernels
 
     blocks = next(parts[part] for part in ("", "blocks", "codes") if part in parts).view(torch.uint8)
-    zeros = parts.get("zeros")
+    scales, zeros = parts.get("scales", blocks), parts.get("globals", parts.get("zeros"))
     width = _WIDTHS.get(spec.name, 32)
     groups, at_once = out.numel() // width, _VALUES // width
-    super_block = 256 if spec.name.endswith(("_k", "_xs")) else 32
+    super_block, alike = 256 if spec.name.endswith(("_k", "_xs")) else 32, spec.group_size // width
+    if spec.name == "nvfp4":
+        scales, super_block, alike = scales.view(torch.uint8), width, spec.rows_per_scale
     kernels.side_by_side[(-(-groups // at_once),)](
         blocks,
-        parts.get("scales", blocks),
+        scales,
         blocks if zeros is None else zeros,
         out,
         groups,
         spec.inputs // width,
-        spec.group_size // width,
+        alike,
         FORMAT=spec.name,
-        ZEROS=zeros is not None,
+        ZEROS=spec.divides if spec.name == "nvfp4" else zeros is not None,
         BYTES=blocks.numel() * super_block // out.numel(),
         WIDTH=width,
         GROUPS=at_once,

@@ -23,8 +23,8 @@ from stowage.weights.quantized.stacks import BlockStack, Run
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Matrices alike, one for each expert: the first, and how many bytes after its codes, scales and zero points those
-    of the next one begin.
+    """Matrices alike, one for each expert: the first, and how many bytes after its codes, scales and zero points (or
+    global scales) those of the next one begin.
     """
 
     first: kernels.Matrix
@@ -45,7 +45,7 @@ def of_stack(x: Tensor, stack: BlockStack, int8: bool = False) -> list[Stack] | 
             if not kernels.supports_blocks(x, one):
                 return None
             matrix = kernels.of_blocks(one)
-        each = next(iter(parts.values())), parts.get("scales"), parts.get("zeros")
+        each = next(iter(parts.values())), *kernels.beside_codes(parts)
         apart = tuple(0 if part is None else part.stride(0) * part.element_size() for part in each)
         found.append(Stack(matrix, apart))
     return found

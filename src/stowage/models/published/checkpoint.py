@@ -100,7 +100,7 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
             continue
         found = reading.parameter(path, shape, own, kind, model.get_submodule(path.rpartition(".")[0]))
         if isinstance(found, Kept):
-            kept[path], made = reading.in_first_format(path, found)
+            kept[path], made = reading.in_memory(path, found)
             values |= made
         else:
             values[path] = found
@@ -240,21 +240,23 @@ class _Reading:
             return Kept({"": Part(shape, found.dtype, (found.span,))})
         return self.numbers(path, shape, sources, kind)
 
-    def in_first_format(self, path: str, kept: Kept) -> tuple[Kept, dict[str, Tensor]]:
-        """``kept`` without zero points of GPTQ's second format, and these as the first has them, which is computed
-        with: one less, of a word's eight at once. They are in memory.
+    def in_memory(self, path: str, kept: Kept) -> tuple[Kept, dict[str, Tensor]]:
+        """``kept`` without what is read once, and that: global scales of NVFP4, a few bytes each in many places, and
+        zero points of GPTQ's second format as the first has them, which is computed with: one less, of a word's eight
+        at once.
         """
-        if not self.matrices.second or kept.spec is None or kept.spec.name != "gptq":
-            return kept, {}
+        name = kept.spec.name if kept.spec is not None else ""
+        own = {"nvfp4": "globals", "gptq": "zeros" if self.matrices.second else ""}.get(name, "")
         names, made = kept.names(path), dict[str, Tensor]()
-        zeros = {part: tensor for part, tensor in kept.parts.items() if part.rpartition(".")[2] == "zeros"}
-        for part, tensor in zeros.items():
+        parts = {part: tensor for part, tensor in kept.parts.items() if own and part.rpartition(".")[2] == own}
+        for part, tensor in parts.items():
             if self.read:
                 raw = [Stored("", torch.uint8, (span.length,), span).read() for span in tensor.spans]
-                made[names[part]] = gptq_first(torch.cat(raw).view(tensor.dtype).view(tensor.shape))
+                whole = torch.cat(raw).view(tensor.dtype).view(tensor.shape)
+                made[names[part]] = gptq_first(whole) if own == "zeros" else whole
             else:
                 made[names[part]] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return replace(kept, parts={part: one for part, one in kept.parts.items() if part not in zeros}), made
+        return replace(kept, parts={part: one for part, one in kept.parts.items() if part not in parts}), made
 
     def numbers(self, path: str, shape: tuple[int, ...], sources: Sources, kind: torch.dtype) -> Tensor:
         """The values of a tensor that is stored as numbers; ``kind``: what it will be."""
@@ -315,7 +317,7 @@ class _Reading:
                 raise UnsupportedModelError(f"{path} has experts whose inputs come first, which is not read.")
             return Kept({"": Part((*before, *shape), self.matrices.dtype, _spans(each, ""))})
         spec = first.spec
-        if several and spec.name == "fp8" and not spec.block_rows:
+        if several and spec.name in ("fp8", "nvfp4") and not spec.block_rows:
             spec = replace(spec, block_rows=spec.outputs)
         if several and (spec.name in ("gptq", "awq") or spec.outputs % max(1, spec.block_rows, 8 * spec.zeros)):
             return self._pieces(first.spec, each, experts, transposed)

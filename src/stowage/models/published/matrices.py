@@ -23,11 +23,13 @@ from stowage.weights.quantized.formats import Spec, dequantized, gptq_first
 _PLAIN: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _CODES: Final = re.compile(r"(.+)\.(?:weight_packed|qweight)")
 _BESIDE: Final = re.compile(
-    r".+\.(?:(?:weight|input|output|q|k|v)_scale(?:_inv)?|weight_(?:zero_point|shape|g_idx|global_scale)"
+    r".+\.(?:(?:weight|input|output|q|k|v)_scale(?:_inv|_2)?|weight_(?:zero_point|shape|g_idx|global_scale)"
     r"|input_zero_point|input_global_scale|qzeros|scales|g_idx|activation_scale)"
 )
 _EIGHTS: Final = 0x88888888 - (1 << 32)
 """Eight zero points of 8 in a word."""
+_SMOOTHED: Final = ("pre_quant_scale", "svdquant_lora_a")
+"""What Model Optimizer writes beside weights that mean nothing without it."""
 _STACKED: Final = re.compile(r"(.+)_(?:blocks|scales)")
 
 
@@ -94,6 +96,8 @@ class Matrices:
             found = self._compressed(base, shape)
         elif f"{base}.qweight" in self.stored:
             found = self._by_words(base, shape)
+        elif self.get(name).dtype is torch.uint8 and f"{name}_scale_2" in self.stored:
+            found = self._nvfp4(base, name, shape, "weight_scale_2")
         elif self.get(name).dtype is torch.float8_e4m3fn:
             found = self._fp8(base, name, shape)
         else:
@@ -170,10 +174,24 @@ class Matrices:
                 f"{base} has zero points that are not packed as its weights are (int8), which is not read. Give "
                 "another checkpoint of the model."
             )
+        if codes.dtype is torch.uint8:
+            return self._nvfp4(base, codes.name, shape, "weight_global_scale")
         group = self._group(base, scales, shape[1], scales.shape[-1] if scales.shape else 0)
         self._refuse_order(f"{base}.weight_g_idx", shape[1], group)
         spec = Spec("int4", shape[0], shape[1], group, zeros=zeros is not None, scale_dtype=scales.dtype)
         return Matrix({"codes": codes, "scales": scales} | ({} if zeros is None else {"zeros": zeros}), spec)
+
+    def _nvfp4(self, base: str, codes: str, shape: tuple[int, ...], own: str) -> Matrix:
+        """``own``: the global scale as it is called, which is a divisor where compressed-tensors wrote it."""
+        odd_ones = [name for name in (*_SMOOTHED, "weight_zero_point") if f"{base}.{name}" in self.stored]
+        if odd_ones:
+            raise UnsupportedModelError(
+                f"{base} is quantised to NVFP4 with a {odd_ones[0]}, which is not computed with here. Give another "
+                "checkpoint of the model."
+            )
+        names = {"codes": codes, "scales": f"{base}.weight_scale", "globals": f"{base}.{own}"}
+        spec = Spec("nvfp4", shape[0], shape[1], block_rows=0, divides=own == "weight_global_scale")
+        return Matrix({part: self.get(name) for part, name in names.items()}, spec)
 
     def _by_words(self, base: str, shape: tuple[int, ...]) -> Matrix:
         """GPTQ's and AWQ's."""

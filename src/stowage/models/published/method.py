@@ -3,12 +3,13 @@
 Owns the methods that are read, and refuses what is not, by name. Knows no file: what is in one is found there
 (``matrices``), and this is what is counted with where there is none.
 
-Sources: Transformers' ``utils/quantization_config.py``; compressed-tensors' ``QuantizationConfig``; the documentation
-of GPTQModel and AutoAWQ.
+Sources: Transformers' ``utils/quantization_config.py``; compressed-tensors' ``QuantizationConfig``; Model Optimizer's
+``convert_hf_quant_config_format``; the documentation of GPTQModel and AutoAWQ.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +19,18 @@ import torch
 from torch import nn
 
 from stowage.errors import CheckpointError, UnsupportedModelError
-from stowage.weights.quantized.formats import Spec
+from stowage.weights.quantized.formats import NVFP4_GROUP, Spec
 from stowage.weights.quantized.stacks import has_transposed_experts
 
-METHODS: Final = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
+METHODS: Final = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq")
+_ALGORITHMS: Final = ("NVFP4", "W4A16_NVFP4", "FP8")
+"""Those of ``modelopt``."""
+_MIXED: Final = "MIXED_PRECISION"
+_NVFP4: Final = ("float", 4)
 _SECOND: Final = "gptq_v2"
 _OURS: Final = "stowage_pack"
 _LAYERS: Final = re.compile(r"\.(?:layers|blocks|h)\.\d+\.")
-_LEFT: Final = ("modules_to_not_convert", "ignore", "ignored_layers")
+_LEFT: Final = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
 """How configs call what was not quantised."""
 _HEAD: Final = ("lm_head", "embed_out", "output_layer")
 _NO_TRANSFORMS: Final = "which would have to be undone at every step"
@@ -61,6 +66,13 @@ class Method:
         """Raises UnsupportedModelError for what is not read."""
         if self.name == "compressed-tensors":
             self._check_groups()
+        for layer, algorithm in self._algorithms().items():
+            if algorithm not in _ALGORITHMS:
+                where = f" in {layer[:60]}" if layer else ""
+                raise UnsupportedModelError(
+                    f"the checkpoint is quantised by modelopt as {algorithm[:40]!r}{where}, which is not computed with "
+                    f"here: {', '.join(_ALGORITHMS)} are. Give another checkpoint of the model."
+                )
         if self.name in ("gptq", "awq"):
             bits = self.stated.get("bits", self.stated.get("w_bit"))
             key = "checkpoint_format" if self.name == "gptq" else "version"
@@ -92,7 +104,7 @@ class Method:
             shape = tuple(parameter.shape)[-2:]
             outputs, inputs = shape[::-1] if has_transposed_experts(module) else shape
             try:
-                spec = self._spec(outputs, inputs, dtype)
+                spec = self._spec(base, outputs, inputs, dtype)
                 spec.tensors()
             except CheckpointError:  # groups that do not fit: it was left as it was
                 continue
@@ -107,16 +119,35 @@ class Method:
             return False
         if base.rpartition(".")[2] in _HEAD or self.name in ("gptq", "awq"):
             return bool(_LAYERS.search(f".{base}."))
+        if self.name == "modelopt":
+            return bool(self._algorithm(base))
         targets = [target for group in self._groups() for target in _list(group.get("targets"))]
         return not targets or any(target == "Linear" or _matches(base, target) for target in targets)
 
-    def _spec(self, outputs: int, inputs: int, dtype: torch.dtype) -> Spec:
+    def _algorithms(self) -> dict[str, str]:
+        """By layer, or for all of them, how ``modelopt`` has quantised them."""
+        if self.name != "modelopt":
+            return {}
+        one = str(self.stated.get("quant_algo") or "").upper()
+        each = _mapping(self.stated.get("quantized_layers")) if one == _MIXED else {}
+        named = {str(layer): str(_mapping(how).get("quant_algo") or "").upper() for layer, how in each.items()}
+        return named or {"": one}
+
+    def _algorithm(self, base: str) -> str:
+        """That of the matrix or the stack of experts ``base``; empty: it was left as it was."""
+        known, parent = self._algorithms(), base.rpartition(".")[0]
+        experts = (how for layer, how in known.items() if "experts" in parent and layer.startswith(f"{parent}."))
+        return known.get("") or known.get(base) or next(experts, "")
+
+    def _spec(self, base: str, outputs: int, inputs: int, dtype: torch.dtype) -> Spec:
         if self.name == "mxfp4":
             return Spec("mxfp4", outputs, inputs)
         if self.name in ("gptq", "awq"):
             group = self.stated.get("group_size", self.stated.get("q_group_size", 128))
             return Spec(self.name, outputs, inputs, _count(group), zeros=True, scale_dtype=torch.float16)
         weights = next(self._weights(), {})
+        if "NVFP4" in self._algorithm(base) or (self.name != "modelopt" and _kind(weights) == _NVFP4):
+            return Spec("nvfp4", outputs, inputs, block_rows=0, divides=self.name != "modelopt")
         if weights.get("type") == "int":
             group = _count(weights.get("group_size"))
             zeros = weights.get("symmetric") is False
@@ -133,12 +164,14 @@ class Method:
 
     def _check_groups(self) -> None:
         for weights in self._weights():
-            kind = weights.get("type"), weights.get("num_bits")
-            if kind not in (("int", 4), ("float", 8)):
+            kind = _kind(weights)
+            odd = kind == _NVFP4 and weights.get("group_size") != NVFP4_GROUP
+            if odd or kind not in (("int", 4), ("float", 8), _NVFP4):
+                groups = f" in groups of {str(weights.get('group_size'))[:20]}" if odd else ""
                 raise UnsupportedModelError(
                     f"the checkpoint is quantised by compressed-tensors in {str(kind[1])[:20]} bits of the type "
-                    f"{str(kind[0])[:20]}, which is not computed with here: int in 4 bits is, and float in 8. Give "
-                    "another checkpoint of the model."
+                    f"{str(kind[0])[:20]}{groups}, which is not computed with here: int in 4 bits is, float in 8, and "
+                    "float in 4 in groups of 16 (NVFP4). Give another checkpoint of the model."
                 )
         sparse = _mapping(self.stated.get("sparsity_config")).get("format") or "dense"
         if sparse != "dense" or self.stated.get("transform_config"):
@@ -179,12 +212,17 @@ def _unnamed(stated: Mapping[str, Any]) -> str:
     return "mlx" if words and {"group_size", "bits"} <= stated.keys() else "unknown"
 
 
+def _kind(weights: Mapping[str, Any]) -> tuple[Any, Any]:
+    return weights.get("type"), weights.get("num_bits")
+
+
 def _block(weights: Mapping[str, Any]) -> Any:
     """Outputs and inputs that share a scale, where compressed-tensors says it of FP8."""
     structure, group = weights.get("block_structure"), _count(weights.get("group_size"))
     if isinstance(structure, str):  # as "128x128"
         return [int(size) if size.isdecimal() else 0 for size in structure.split("x")]
-    return structure or ([1, group] if group and weights.get("type") == "float" else None)
+    wide = group and weights.get("type") == "float" and _kind(weights) != _NVFP4
+    return structure or ([1, group] if wide else None)
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
@@ -201,10 +239,12 @@ def _count(value: Any) -> int:
 
 
 def _matches(base: str, rule: str) -> bool:
-    """Whether a rule of a config means the module ``base``: a name, the end or a part of one, or a pattern."""
+    """Whether a rule of a config means the module ``base``: a name, the end or a part of one, a pattern, or one with
+    wildcards.
+    """
     if rule.startswith("re:"):
         try:
             return re.match(rule[3:], base) is not None
         except re.error:
             return False
-    return f".{rule}." in f".{base}."
+    return f".{rule}." in f".{base}." or ("*" in rule and fnmatch.fnmatchcase(base, rule))

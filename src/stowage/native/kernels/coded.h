@@ -12,8 +12,10 @@
     OF(Q8_0, q8_0, 34, 1, 1, 1) OF(Q4_0, q4_0, 18, 1, 1, 1) OF(Q4_1, q4_1, 20, 2, 1, 1) OF(Q5_0, q5_0, 22, 1, 1, 1)    \
     OF(Q5_1, q5_1, 24, 2, 1, 1) OF(IQ4_NL, iq4_nl, 18, 1, 1, 1) OF(MXFP4_BLOCK, mxfp4_block, 17, 1, 1, 1)              \
     OF(F32, f32, 128, 0, 1, 1) OF(F16, f16, 64, 0, 1, 1) OF(BF16, bf16, 64, 0, 1, 1) OF(MXFP4, mxfp4, 16, 1, 1, 1)     \
-    OF(FP8, fp8, 32, 1, 1, 1) OF(INT4_WORDS, int4, 16, 2, 1, 1) OF(PACKED4, packed4, 32, 2, 1, 1) SUPER_BLOCKS(OF)
-#define CODED_FOUR(OF) OF(INT4_WORDS, int4_four, 64, 8, 4, 1) OF(MXFP4, mxfp4_four, 64, 4, 4, 1)
+    OF(NVFP4, nvfp4, 16, 2, 1, 1) OF(FP8, fp8, 32, 1, 1, 1) OF(INT4_WORDS, int4, 16, 2, 1, 1)                          \
+    OF(PACKED4, packed4, 32, 2, 1, 1) SUPER_BLOCKS(OF)
+#define CODED_FOUR(OF)                                                                                                 \
+    OF(INT4_WORDS, int4_four, 64, 8, 4, 1) OF(MXFP4, mxfp4_four, 64, 4, 4, 1) OF(NVFP4, nvfp4_four, 64, 8, 4, 1)
 #define CODED_WIDE(OF) OF(INT4_WORDS, int4_wide, 64, 2, 4, 1) OF(FP8, fp8_wide, 128, 1, 4, 1)
 
 /* Floats from the scales of one row to those of the next: of `fp8_tall` all rows have the same ones. */
@@ -197,6 +199,17 @@ static inline ALWAYS __m512bh coded_sixteens(__m512i codes, short most, __m512 f
     codes = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi16(most), later, 0xea); /* (a & b) | c */
     return coded_lookup(codes, _mm512_cvtne2ps_pbh(second, first));
 }
+
+#define OF_TWO(format, CODES)                                                                                          \
+    UNIT(format)                                                                                                       \
+    {                                                                                                                  \
+        const float *own = scales + 2 * part;                                                                          \
+        __m512 values = _mm512_loadu_ps(fp4_values);                                                                   \
+        w[0] = coded_sixteens(CODES, 15, coded_scaled(values, own), coded_scaled(values, own + 1));                    \
+    }
+OF_TWO(nvfp4, coded_turns(at))
+OF_TWO(nvfp4_four, coded_turns_of(at, part))
+#undef OF_TWO
 
 UNIT(q2_k)
 {

@@ -154,6 +154,23 @@ static int64_t coded_scales_beside(const Linear *job, const Coded *row, int64_t 
     return i;
 }
 
+/* Scales of NVFP4, of each 16 inputs. A float of 8 bits (e4m3) is one of 16 times 2^8. */
+static void coded_scales_e4m3(const Coded *row, int64_t first, int64_t count, float *to)
+{
+    __m512 whole = _mm512_set1_ps(row->whole);
+    for (int64_t i = 0; i < count; i += 16) {
+        __mmask16 there = count - i < 16 ? (__mmask16)((1 << (count - i)) - 1) : 0xffff;
+        __m256i v = _mm256_cvtepi8_epi16(_mm_maskz_loadu_epi8(there, row->scales + first + i));
+        __m256i most = _mm256_set1_epi16(0x3f80), none;
+        v = _mm256_slli_epi16(v, 7);
+        none = _mm256_cmpeq_epi16(_mm256_and_si256(v, most), most);
+        v = _mm256_and_si256(v, _mm256_set1_epi16((short)0xbf80));
+        v = _mm256_or_si256(v, _mm256_and_si256(none, _mm256_set1_epi16(0x7e00)));
+        __m512 own = _mm512_mul_ps(_mm512_cvtph_ps(v), _mm512_set1_ps(256));
+        _mm512_storeu_ps(to + i, row->kind == SCALES_DIVIDED ? _mm512_div_ps(own, whole) : _mm512_mul_ps(own, whole));
+    }
+}
+
 /* Of formats whose scales lie apart: one, or two, for every `step` inputs from input k on. */
 static void coded_scales_apart(const Linear *job, const Coded *row, int64_t k, int64_t depth, int64_t step, float *to)
 {
@@ -202,6 +219,9 @@ static void coded_scales(const Linear *job, const Coded *row, const uint8_t *at,
     case MXFP4_BLOCK:
         for (int64_t i = 0; i < depth / 32; i++)
             to[i] = power_of(at[i * coded_bytes_mxfp4_block]);
+        return;
+    case NVFP4:
+        coded_scales_e4m3(row, k / 16, depth / 16, to);
         return;
     case F32:
     case F16:

@@ -252,6 +252,25 @@ static inline ALWAYS __m256 avx2_powers(__m128i bytes)
     return _mm256_mul_ps((__m256)v, _mm256_set1_ps(0.5f));
 }
 
+/* Halves of scales of E4M3 of eight blocks: of the first 16 inputs of each, and of the others. A float of 8 bits is one of 16
+ * times 2^8. */
+static inline ALWAYS void avx2_scales_e4m3(const Coded *row, const uint8_t *at, float *scales, float *more)
+{
+    __m256i v = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at)), 7);
+    __m256i most = _mm256_set1_epi16(0x3f80), none = _mm256_cmpeq_epi16(_mm256_and_si256(v, most), most);
+    v = _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi16((short)0xbf80)), _mm256_and_si256(none, _mm256_set1_epi16(0x7e00)));
+    __m256 own[2], whole = _mm256_set1_ps(row->whole), half = _mm256_set1_ps(0.5f);
+    UNROLLED for (int i = 0; i < 2; i++) {
+        own[i] = _mm256_cvtph_ps(i ? _mm256_extracti128_si256(v, 1) : _mm256_castsi256_si128(v));
+        own[i] = _mm256_mul_ps(own[i], _mm256_set1_ps(256));
+        own[i] = row->kind == SCALES_DIVIDED ? _mm256_div_ps(own[i], whole) : _mm256_mul_ps(own[i], whole);
+        own[i] = _mm256_mul_ps(own[i], half);
+    }
+    __m256 turns[2] = {_mm256_shuffle_ps(own[0], own[1], 0x88), _mm256_shuffle_ps(own[0], own[1], 0xdd)};
+    _mm256_storeu_ps(scales, (__m256)_mm256_permute4x64_epi64((__m256i)turns[0], 0xd8));
+    _mm256_storeu_ps(more, (__m256)_mm256_permute4x64_epi64((__m256i)turns[1], 0xd8));
+}
+
 /* Of `blocks` blocks of a row from input k on, which begins one of 256 if these have scales in common: scales, and least
  * values or second scales, and zeros up to a whole group. */
 static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t blocks, float *scales, float *more)
@@ -271,6 +290,9 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
     else if (format == IQ4_XS)
         for (; b < eights; b += 8) /* other ones are none */
             avx2_scales_4(at + b / 8 * bytes, scales + b);
+    else if (format == NVFP4)
+        for (; b < eights; b += 8)
+            avx2_scales_e4m3(row, row->scales + k / 16 + 2 * b, scales + b, more + b);
     else if ((AT_BEGIN(format) || format == IQ4_NL) && eights > 0) {
         for (; b < blocks; b += 8) {
             b = b < blocks - 8 ? b : blocks - 8; /* some of the last eight again */

@@ -178,6 +178,10 @@ static inline ALWAYS void dynamic_scale(const Linear *job, const Coded *row, int
     case MXFP4:
         *scale = scale_of(row, k / 32) * 0.5f;
         return;
+    case NVFP4:
+        *scale = scale_of(row, k / 16) * 0.5f;
+        *more = scale_of(row, k / 16 + 1) * 0.5f;
+        return;
     default:
         dynamic_scale_of_group(job, row, k / row->group, scale, more);
     }

@@ -5,15 +5,17 @@
 
 #include "kernel.h"
 
-enum { SCALES_F32 = 0, SCALES_F16 = 1, SCALES_BF16 = 2, SCALES_E8M0 = 3 };
-static const int scale_bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF16] = 2, [SCALES_E8M0] = 1};
+/* Those of E4M3 are times a row's global scale, or divided by it. */
+enum { SCALES_F32 = 0, SCALES_F16 = 1, SCALES_BF16 = 2, SCALES_E8M0 = 3, SCALES_TIMES = 4, SCALES_DIVIDED = 5 };
+static const int scale_bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF16] = 2, [SCALES_E8M0] = 1,
+                                  [SCALES_TIMES] = 1, [SCALES_DIVIDED] = 1};
 
 /* From Q2_K on in blocks of 256. */
 #define ALL_FORMATS(OF)                                                                                                \
     OF(Q8_0, q8_0), OF(Q4_0, q4_0), OF(Q4_1, q4_1), OF(Q5_0, q5_0), OF(Q5_1, q5_1), OF(IQ4_NL, iq4_nl),                \
         OF(MXFP4_BLOCK, mxfp4_block), OF(F32, f32), OF(F16, f16), OF(BF16, bf16), OF(MXFP4, mxfp4), OF(FP8, fp8),      \
-        OF(INT4_WORDS, int4), OF(GPTQ, gptq), OF(AWQ, awq), OF(PACKED4, packed4), OF(Q2_K, q2_k), OF(Q3_K, q3_k),      \
-        OF(Q4_K, q4_k), OF(Q5_K, q5_k), OF(Q6_K, q6_k), OF(IQ4_XS, iq4_xs),                                            \
+        OF(INT4_WORDS, int4), OF(GPTQ, gptq), OF(AWQ, awq), OF(PACKED4, packed4), OF(NVFP4, nvfp4), OF(Q2_K, q2_k),    \
+        OF(Q3_K, q3_k), OF(Q4_K, q4_k), OF(Q5_K, q5_k), OF(Q6_K, q6_k), OF(IQ4_XS, iq4_xs),                                            \
         OF(IQ2_XXS, iq2_xxs), OF(IQ2_XS, iq2_xs), OF(IQ2_S, iq2_s), OF(IQ3_XXS, iq3_xxs), OF(IQ3_S, iq3_s),            \
         OF(IQ1_S, iq1_s), OF(IQ1_M, iq1_m)
 #define OF(FORMAT, format) FORMAT
@@ -52,12 +54,13 @@ static inline int multiply_laid(const Linear *job, int64_t begin, int64_t end, i
 #undef OF
 
 /* One output's row. Scale i is at index `i * scale_step`; its zero point in nibble `zero_shift` of the word at `i *
- * zero_step`, less `zero_from`; without zero points it is 8. */
+ * zero_step`, less `zero_from`; without zero points it is 8. `whole`: the global scale of NVFP4. */
 typedef struct {
     const uint8_t *w, *scales, *zeros;
     int64_t group, across, scale_step, zero_step;
     int kind, shift, zero_shift;
     uint32_t zero_more;
+    float whole;
 } Coded;
 
 static const float fp4_values[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
@@ -129,6 +132,10 @@ static inline float scale_of(const Coded *row, int64_t i)
         return float_of((uint32_t)read_short(row->scales + 2 * i) << 16);
     case SCALES_E8M0:
         return power_of(row->scales[i]);
+    case SCALES_TIMES:
+        return fp8_value(row->scales[i]) * row->whole;
+    case SCALES_DIVIDED:
+        return fp8_value(row->scales[i]) / row->whole;
     default:
         return float_of(read_word(row->scales + 4 * i));
     }
@@ -152,7 +159,7 @@ static inline ALWAYS int code_of(int format, const Coded *row, int64_t k, int i)
         return read_word(row->w + (k + i) * row->across) >> row->shift & 15;
     case PACKED4:
         return k + i < row->across ? row->w[k + i] & 15 : row->w[k + i - row->across] >> 4;
-    default: /* MXFP4, INT4_WORDS */
+    default: /* MXFP4, NVFP4, INT4_WORDS */
         return row->w[(k + i) / 2] >> i % 2 * 4 & 15;
     }
 }
@@ -185,6 +192,9 @@ static inline Coded coded_row(const Linear *job, int64_t n)
         row.across = job->inputs / 2;
         row.scales += n * groups * 2;
         row.zeros += n * groups * 2;
+    } else if (job->format == NVFP4) {
+        row.scales += n * groups;
+        row.whole = float_of(read_word(row.zeros + n / job->tall * 4));
     } else if (job->scales != NULL) {
         row.scales += (job->tall == 1 ? n : n / job->tall) * groups * scale_bytes[job->kind];
         row.zeros += job->zeros != NULL ? n / 8 * groups * 4 : 0;

@@ -65,7 +65,8 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, HALVES = 4, INT8_HALVES = 
  * (dynamic.h). `packed`: the rows of x as tiles.h or dynamic.h lays them out, or NULL.
  *
  * `format`: weights lie in one of the formats of formats_common.h, rows `w_row` bytes apart, and become numbers of the
- * form. One scale, of a `kind`, is for `tall` (block_rows) outputs by `group` inputs; `zeros`: zero points, or NULL. */
+ * form. One scale, of a `kind`, is for `tall` (block_rows) outputs by `group` inputs; `zeros`: zero points, or NULL. Of
+ * NVFP4 `zeros` are global scales, each for `tall` outputs. */
 typedef struct {
     const void *x, *scales, *w, *zeros;
     const char *packed;

@@ -24,18 +24,18 @@ static int avx2_ready(const Linear *job, const Coded *row, int64_t k, int64_t bl
     __m256 sign = _mm256_set1_ps(-0.0f), most = _mm256_set1_ps(0x1p79f), odd = _mm256_setzero_ps(), none = odd;
     __m256 larger = _mm256_set1_ps(rounded && !EXACT(job->format) ? AVX2_LARGER : 1);
     __m256i zero = _mm256_set1_epi32(8);
+    __m256 least = _mm256_set1_ps(words || job->format == NVFP4 ? 0x1p-120f : 0);
     __m256 less = _mm256_set1_ps(LESS(job->format, avx2_ways[job->format].size));
     avx2_scales(job, row, k, blocks, scales, more);
     for (int64_t b = blocks; b % 8; b++)
         scales[b] = more[b] = 0;
     for (int64_t b = 0; b < blocks; b += 8) {
         __m256 scale = _mm256_loadu_ps(scales + b), other = _mm256_loadu_ps(more + b), own = _mm256_andnot_ps(sign, scale);
-        odd = _mm256_or_ps(odd, _mm256_cmp_ps(own, most, _CMP_NLT_UQ));
-        if (!biased)
-            odd = _mm256_or_ps(odd, _mm256_cmp_ps(_mm256_andnot_ps(sign, other), most, _CMP_NLT_UQ));
-        if (words)
-            odd = _mm256_or_ps(odd, _mm256_and_ps(_mm256_cmp_ps(own, _mm256_set1_ps(0x1p-120f), _CMP_NGT_UQ),
-                                                  _mm256_cmp_ps(own, none, _CMP_NEQ_UQ)));
+        for (int i = 0; i < (biased ? 1 : 2); i++) {
+            __m256 size = i ? _mm256_andnot_ps(sign, other) : own;
+            odd = _mm256_or_ps(odd, _mm256_cmp_ps(size, most, _CMP_NLT_UQ));
+            odd = _mm256_or_ps(odd, _mm256_and_ps(_mm256_cmp_ps(size, least, _CMP_LE_OQ), _mm256_cmp_ps(size, none, _CMP_NEQ_UQ)));
+        }
         scale = _mm256_mul_ps(scale, larger);
         _mm256_storeu_ps(scales + b, scale);
         other = biased ? _mm256_mul_ps(scale, less) : _mm256_mul_ps(other, larger);

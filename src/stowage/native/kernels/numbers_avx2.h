@@ -103,7 +103,17 @@ DEALT(mxfp4)
     }
 }
 
-/* Whole numbers of 8 bits, in their order. */
+/* Whole numbers of 8 bits, in their order: twice what codes of FP4 mean. */
+DEALT(nvfp4)
+{
+    __m256i values = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+    BOTH {
+        __m256i v = avx2_twice(at + 32 * p + 16 * b), low = avx2_low(v), high = avx2_high(v);
+        v = _mm256_blend_epi32(_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high), 0xf0);
+        blocks[b] = _mm256_shuffle_epi8(values, v);
+    }
+}
+
 #define SIGNED_CODES(FORMAT, format, B, P, K, S)                                                                       \
     DEALT(format)                                                                                                      \
     {                                                                                                                  \
@@ -260,6 +270,6 @@ typedef struct {
 } Avx2Numbers;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
     [FORMAT] = {avx2_fill_##format, {avx2_dots_##format##1, avx2_dots_##format##2}},
-static const Avx2Numbers avx2_numbers_of[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_PACKED4(OF) DYNAMIC_IN_TURN(OF) AVX2_IQ4(OF)
-                                                           AVX2_SIGNED(OF)};
+static const Avx2Numbers avx2_numbers_of[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_PACKED4(OF) DYNAMIC_IN_TURN(OF)
+                                                           AVX2_LOOKED_UP(OF) AVX2_SIGNED(OF)};
 #undef OF

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stowage.weights.quantized.codes import Form, PackedMatrix
-from stowage.weights.quantized.formats import OUTPUTS_TOGETHER, Spec, dequantized, outputs_of, unpacks_at_once
+from stowage.weights.quantized.formats import Spec, dequantized, outputs_of, outputs_together, unpacks_at_once
 
 Packing = Spec | Form
 """How a matrix is packed: in a published format, or in a form of ours."""
@@ -213,7 +213,7 @@ def unpacking_bytes(model: nn.Module, dtype: torch.dtype, at_once: bool = False)
 
 def _tile(spec: Spec, at_once: bool = False) -> int:
     """How many outputs are dequantized at a time."""
-    together = max(OUTPUTS_TOGETHER, spec.block_rows)
+    together = outputs_together(spec)
     return max(1, (_TILE_ELEMENTS_AT_ONCE if at_once else _TILE_ELEMENTS) // spec.inputs // together) * together
 
 

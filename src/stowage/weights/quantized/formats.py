@@ -6,6 +6,9 @@ scale and codes side by side, in one tensor of bytes; the others keep them in se
     GGUF                 ""        uint8 (outputs, bytes of a row)
     mxfp4 (gpt-oss)      blocks    uint8 (outputs, inputs / 32, 16)
                          scales    uint8 (outputs, inputs / 32)
+    nvfp4                codes     uint8 (outputs, inputs / 2)
+                         scales    float8_e4m3fn (outputs, inputs / 16)
+                         globals   float32 (outputs / block_rows)
     fp8                  codes     float8_e4m3fn (outputs, inputs)
                          scales    (outputs / block_rows, inputs / group), uint8: powers of two
     int4 (compressed-    codes     int32 (outputs, inputs / 8)
@@ -19,10 +22,12 @@ scale and codes side by side, in one tensor of bytes; the others keep them in se
 
 ``dequantized`` is the reference that kernels are held to: values in float32, each computed as ggml, Transformers and
 compressed-tensors do; what is computed with in bfloat16 is those values rounded once to the nearest. What the blocks of
-GGUF mean stands in ``ggml_blocks`` and ``i_quants``.
+GGUF mean stands in ``ggml_blocks`` and ``i_quants``. A scale of NVFP4 is divided by the matrix's global one as
+compressed-tensors writes it, and multiplied by it as NVIDIA's Model Optimizer does; that is rounded to float32, and so
+is its product with what a code means.
 
-Sources: OCP Microscaling Formats 1.0; Transformers'
-``integrations/mxfp4.py`` and ``finegrained_fp8.py``; compressed-tensors' ``pack_quantized``; AutoGPTQ; AutoAWQ.
+Sources: OCP Microscaling Formats 1.0; Transformers' ``integrations/mxfp4.py`` and ``finegrained_fp8.py``;
+compressed-tensors' ``pack_quantized`` and ``nvfp4``; Model Optimizer's ``NVFP4QTensor``; AutoGPTQ; AutoAWQ.
 """
 
 from __future__ import annotations
@@ -42,7 +47,9 @@ _SUPER: Final = 256
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output 8 j + i of AWQ is in the nibble of this number, counted from the lowest bits."""
 OUTPUTS_TOGETHER: Final = 128
-"""A matrix can be cut at multiples of so many outputs, or of those that share a scale if these are more."""
+"""A matrix can be cut at multiples of so many outputs, or of more where those that share a scale do not meet there."""
+NVFP4_GROUP: Final = 16
+"""Inputs that share a scale."""
 _GPTQ_LESS: Final = 0x11111111
 """What GPTQ's first format stores less than a word of eight zero points is."""
 
@@ -95,6 +102,7 @@ FORMATS: Final[Mapping[str, BlockFormat]] = {
         BlockFormat("bf16", 1, 2, 30),
         BlockFormat("mxfp4_block", 32, 17, 39),
         BlockFormat("mxfp4", 32, 16),
+        BlockFormat("nvfp4", 16, 8),
         BlockFormat("fp8", 1, 1),
         BlockFormat("int4", 8, 4),
         BlockFormat("gptq", 8, 4),
@@ -111,9 +119,10 @@ BLOCKS: Final = tuple(name for name, each in FORMATS.items() if each.ggml >= 0)
 class Spec:
     """A matrix ``[outputs, inputs]`` in the format called ``name``.
 
-    A scale is shared by ``group`` inputs (fp8, int4, gptq, awq; 0: all of them) and ``block_rows`` outputs (fp8; 0: all
-    of them). ``zeros``: whether there are zero points (int4; gptq and awq always have them). ``scale_dtype``: of the
-    scales, where formats differ.
+    A scale is shared by ``group`` inputs (fp8, int4, gptq, awq; 0: all of them) and ``block_rows`` outputs (fp8, and
+    the global scales of nvfp4; 0: all of them). ``zeros``: whether there are zero points (int4; gptq and awq always
+    have them). ``scale_dtype``: of the scales, where formats differ. ``divides``: whether nvfp4's global scales are
+    divisors.
     """
 
     name: str
@@ -123,6 +132,7 @@ class Spec:
     block_rows: int = 1
     zeros: bool = False
     scale_dtype: torch.dtype = torch.float32
+    divides: bool = False
 
     @property
     def format(self) -> BlockFormat:
@@ -132,6 +142,12 @@ class Spec:
     def group_size(self) -> int:
         """Inputs that share a scale, at least 1."""
         return self.group or self.inputs
+
+    def meets_at(self, inputs: int) -> bool:
+        """Whether scales are for multiples of so many ``inputs``, or for all of them; of nvfp4 two are for 32."""
+        if self.name == "nvfp4":
+            return self.inputs % inputs == 0
+        return self.group_size % inputs == 0 or self.group_size == self.inputs
 
     @property
     def rows_per_scale(self) -> int:
@@ -145,9 +161,12 @@ class Spec:
             return {"": ((n, row), torch.uint8)}
         if self.name == "mxfp4":
             return {"blocks": ((n, k // 32, 16), torch.uint8), "scales": ((n, k // 32), torch.uint8)}
-        groups = -(-k // self.group_size)
+        groups, tall = -(-k // self.group_size), -(-n // self.rows_per_scale)
+        if self.name == "nvfp4":
+            sixteens = ((n, k // NVFP4_GROUP), torch.float8_e4m3fn)
+            return {"codes": ((n, row), torch.uint8), "scales": sixteens, "globals": ((tall,), torch.float32)}
         if self.name == "fp8":
-            scales = (-(-n // self.rows_per_scale), groups)
+            scales = (tall, groups)
             return {"codes": ((n, k), torch.float8_e4m3fn), "scales": (scales, self.scale_dtype)}
         self._check_groups()
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -220,15 +239,13 @@ def dequantized_by_torch(spec: Spec, parts: Mapping[str, Tensor], dtype: torch.d
 
 
 def outputs_of(spec: Spec, parts: Mapping[str, Tensor], begin: int, end: int) -> tuple[Spec, dict[str, Tensor]]:
-    """Outputs from ``begin``, a multiple of ``OUTPUTS_TOGETHER``, to ``end``, or all, as a matrix of their own."""
+    """Outputs from ``begin``, a multiple of ``outputs_together``, to ``end``, or all, as a matrix of their own."""
     cut = {part: values[begin:end] for part, values in parts.items()}
-    if spec.name == "fp8":
-        assert spec.block_rows == 0 or begin % spec.block_rows == 0, "outputs with one scale stay together"
-        cut["scales"] = (
-            parts["scales"]
-            if spec.block_rows == 0
-            else parts["scales"][begin // spec.block_rows : -(-end // spec.block_rows)]
-        )
+    shared = {"fp8": "scales", "nvfp4": "globals"}.get(spec.name)
+    if shared is not None:
+        tall = spec.block_rows
+        assert tall == 0 or begin % tall == 0, "outputs with one scale stay together"
+        cut[shared] = parts[shared][begin // tall : -(-end // tall)] if tall else parts[shared]
     elif spec.name in ("gptq", "awq"):
         eighth = slice(begin // 8, -(-end // 8))
         cut = {part: values[:, begin:end] for part, values in parts.items()}
@@ -240,9 +257,14 @@ def outputs_of(spec: Spec, parts: Mapping[str, Tensor], begin: int, end: int) ->
     return replace(spec, outputs=min(end, spec.outputs) - begin), cut
 
 
+def outputs_together(spec: Spec) -> int:
+    """A matrix can be cut at multiples of so many outputs."""
+    return -(-OUTPUTS_TOGETHER // max(1, spec.block_rows)) * max(1, spec.block_rows)
+
+
 def first_outputs(spec: Spec, parts: Mapping[str, Tensor]) -> tuple[Spec, dict[str, Tensor]]:
     """As few as can be cut off."""
-    return outputs_of(spec, parts, 0, min(spec.outputs, max(OUTPUTS_TOGETHER, spec.block_rows)))
+    return outputs_of(spec, parts, 0, min(spec.outputs, outputs_together(spec)))
 
 
 def _of_blocks(spec: Spec, raw: Tensor) -> Tensor:
@@ -252,10 +274,22 @@ def _of_blocks(spec: Spec, raw: Tensor) -> Tensor:
     return means(raw.reshape(-1, spec.format.nbytes))
 
 
+def _pairs(spec: Spec, blocks: Tensor, group: int) -> Tensor:
+    """What FP4's codes mean (outputs, groups, ``group``), of which a byte's low half is the first."""
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1)
+    return fp4(codes.reshape(spec.outputs, -1, group))
+
+
 def _mxfp4(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
-    blocks = parts["blocks"].reshape(spec.outputs, -1, 16)
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(2)
-    return fp4(codes) * power_of(parts["scales"].reshape(spec.outputs, -1))[..., None]
+    scales = power_of(parts["scales"].reshape(spec.outputs, -1))
+    return _pairs(spec, parts["blocks"], 32) * scales[..., None]
+
+
+def _nvfp4(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
+    scales = parts["scales"].float()
+    own = parts["globals"].repeat_interleave(spec.rows_per_scale)[: spec.outputs, None]
+    scales = scales / own if spec.divides else scales * own
+    return _pairs(spec, parts["codes"], NVFP4_GROUP) * scales[..., None]
 
 
 def _fp8(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
@@ -305,6 +339,7 @@ def _by_inputs(spec: Spec, parts: Mapping[str, Tensor], codes: Tensor, zeros: Te
 
 _MEANINGS: Final[Mapping[str, Callable[[Spec, Mapping[str, Tensor]], Tensor]]] = {
     "mxfp4": _mxfp4,
+    "nvfp4": _nvfp4,
     "fp8": _fp8,
     "int4": _int4,
     "gptq": _gptq,
