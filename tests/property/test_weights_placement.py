@@ -210,3 +210,12 @@ def test_rules_about_a_device_with_a_memory_of_its_own() -> None:
     with pytest.raises(BudgetError, match="give host_memory a larger size"):
         place(weight_units, 0, None, EXPERT_STAGES * experts.stage_bytes - 1, rules, to_device=True)
     assert not place(weight_units, 0, None, most, rules).held, "a CPU maps them"
+
+
+def test_all_experts_in_host_memory_need_no_staging() -> None:
+    """They are held where all of them fit, also where one and the staging for the other would not."""
+    weight_units = [layer_of(n, 64 * MIB, 4, experts=2) for n in range(2)]
+    whole = 2 * weight_units[0].apart[0].host_buffer_bytes
+    assert EXPERT_STAGES * weight_units[0].apart[0].stage_bytes + whole // 2 > whole
+    found = place(weight_units, 0, None, whole, parse_rules("*experts=experts"), to_device=True)
+    assert len(found.held) == 2 and not found.staging_bytes

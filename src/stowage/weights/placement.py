@@ -302,13 +302,25 @@ def _fill(placement: Placement, fixed: Mapping[str, Delivery], device_bytes: int
 
 def _held(placement: Placement, host_bytes: int) -> Placement:
     """``placement`` with as many experts in host memory as fit, on a device with memory of its own. (On a CPU they are
-    mapped instead.)
+    mapped instead.) What is held needs no staging: all of them may fit where fewer do not, and one after another is.
     """
-    for weight_units in placement.cached if placement.to_device else ():
-        more = replace(placement, held=placement.held | {weight_units.name})
-        if more.host_bytes <= host_bytes:
-            placement = more
+    if not placement.to_device:
+        return placement
+    whole = replace(placement, held=frozenset(c.name for c in placement.cached))
+    if whole.host_bytes <= host_bytes:
+        return whole
+    left = list(placement.cached)
+    while left:
+        added = next((c for c in left if _with(placement, c).host_bytes <= host_bytes), None)
+        if added is None:
+            break
+        left.remove(added)
+        placement = _with(placement, added)
     return placement
+
+
+def _with(placement: Placement, experts: WeightUnit) -> Placement:
+    return replace(placement, held=placement.held | {experts.name})
 
 
 def _cached(placement: Placement, more_bytes: int) -> Placement:
