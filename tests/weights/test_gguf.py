@@ -322,12 +322,11 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
 
     def refused(match: str, kind: Kind = Kind.Q8_0, **given: Any) -> None:
         path = gguf_files.write(plain, tmp_path / "refused.gguf", kind, **given)
-        with pytest.raises((UnsupportedModelError, CheckpointError), match=match):
+        with pytest.raises((UnsupportedModelError, CheckpointError), match=match) as error:
             loading.load(path)
+        assert len(str(error.value).replace(str(path), "model.gguf")) <= 400
 
-    refused(
-        r"of the family rwkv7, which is not read from GGUF: afmoe, apertus, ", tokens={"general.architecture": "rwkv7"}
-    )
+    refused(r"of the family rwkv7, which is not read from GGUF", tokens={"general.architecture": "rwkv7"})
     refused(r"token_embd.weight in TQ2_0, which is not computed with here: .*Q4_K", Kind.TQ2_0)
     refused(r"tokenizer that cuts texts as 'odd'", tokens={**TOKENS, "tokenizer.ggml.pre": "odd"})
     refused(r"and does not say how it cuts texts", tokens={**TOKENS, "tokenizer.ggml.pre": None})

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from stowage.errors import CheckpointError
 from stowage.models.compat import put_among_causal
 from stowage.models.gguf.ends import is_token
-from stowage.models.gguf.families import FAMILIES, OWN, entries_of, family_of
+from stowage.models.gguf.families import OWN, entries_of, family_of
 from stowage.models.gguf.fields import alike, head_size, layers_of, number, sizeless, unread
+from stowage.models.gguf.llama3 import HIGH, scaling_of
 from stowage.models.gguf.refusals import refuse_other_arithmetic, refuse_other_windows
 from stowage.weights.gguf import GgufFile
 
@@ -56,11 +57,11 @@ _MORE: Final[Sequence[tuple[str, str]]] = (
 )
 """Fields that Transformers' tables lack for some families which have them."""
 _BIASES: Final[Mapping[str, tuple[str, ...]]] = {
-    "attention_bias": ("attn_q.bias", "attn_output.bias"),
+    "attention_bias": ("attn_q.bias", "attn_qkv.bias", "attn_output.bias"),
     "attention_out_bias": ("attn_output.bias",),
     "mlp_bias": ("ffn_up.bias",),
     "use_bias": ("attn_q.bias", "attn_qkv.bias"),
-    "use_qkv_bias": ("attn_q.bias",),
+    "use_qkv_bias": ("attn_q.bias", "attn_qkv.bias"),
 }
 """Tensors of some layer, since not all of a hybrid's have attention."""
 _NOT_AT_ALL: Final[Mapping[str, float | None]] = {
@@ -72,7 +73,6 @@ _NOT_AT_ALL: Final[Mapping[str, float | None]] = {
     "residual_scale": 1.0,
 }
 """What zeros in fields mean, which llama.cpp leaves out: numbers that change nothing."""
-_LLAMA3_TOKENS, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 _LOCAL_THETA: Final = 10000.0
 _TWO_ROPES: Final = {
     "gemma3_text": _LOCAL_THETA,
@@ -107,8 +107,10 @@ def config_of(file: GgufFile, rope_factors: Mapping[str, NDArray[np.float32]]) -
     """
     family = family_of(file)
     if family is None:
-        name, known = file.architecture[:80] or "(none)", ", ".join(FAMILIES)
-        raise unread(file, f"is a GGUF file of the family {name}, which is not read from GGUF: {known} are")
+        name = file.architecture[:80] or "(none)"
+        raise unread(
+            file, f"is of the family {name}, which is not read from GGUF (docs/weights.md lists those that are)"
+        )
     if (layers := number(file, "block_count")) > len(file.tensors):  # before a list of so many is made
         raise CheckpointError(f"{file.paths[0]} is said to have {layers} layers, and has {len(file.tensors)} tensors.")
     from huggingface_hub.errors import StrictDataclassError
@@ -206,7 +208,7 @@ def _rope(
     if family == "hunyuan_v1_dense" and (alpha := file.fields.get(f"{file.architecture}.rope.scaling.alpha", 0.0)) > 0:
         rope["rope_theta"] = theta * alpha ** (head_size(file) / (head_size(file) - 2))
     if "rope_freqs" in factors:
-        rope |= _llama3(file, factors["rope_freqs"], theta, 1.0 if family == "llama4_text" else _LLAMA3_HIGH)
+        rope |= _llama3(file, factors["rope_freqs"], theta, 1.0 if family == "llama4_text" else HIGH)
     if (partial is not None and partial != 1) or family in _PARTLY:
         rope["partial_rotary_factor"] = 1.0 if partial is None else partial
     if family in _TWO_ROPES:
@@ -277,6 +279,8 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
         found |= {name: said[key] for key, name in names.items() if key in said}
         if (times := said.get("attn_factor", 1.0)) != 1.0:  # of what the factor alone makes of it
             found["attention_factor"] = times * (1 + 0.1 * math.log(max(factor, 1.0)))
+        if (whole := said.get("yarn_attn_factor")) is not None:  # Transformers' number as it is
+            found["attention_factor"] = whole
     if file.architecture in ("deepseek2", "mistral4") and (said_twice := said.get("yarn_log_multiplier")) is not None:
         found |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * said_twice, 4))
     if file.architecture == "mistral3":
@@ -291,25 +295,10 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, factors: NDArray[np.float32], theta: float, high: float) -> dict[str, Any]:
-    """Llama 3's scaling, of which a file keeps what each frequency is divided by. Its four numbers are found again: the
-    longest waves are divided by the factor, and the other three are the same in all its models. Llama 4 has no waves
-    between short and long ones: ``high`` is the lower bound there.
-    """
-    factor = float(str(factors.max()))
-    waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
-    smooth = (_LLAMA3_TOKENS / waves - _LLAMA3_LOW) / max(high - _LLAMA3_LOW, 1e-9)
-    between = 1 / ((1 - smooth) / factor + smooth)
-    short, long = waves < _LLAMA3_TOKENS / high, waves > _LLAMA3_TOKENS / _LLAMA3_LOW
-    expected = np.where(long, factor, np.where(short, 1.0, between))
-    if not np.allclose(expected, factors, rtol=1e-4):
+    found = scaling_of(factors, theta, high)
+    if found is None:
         raise unread(file, "scales its rotary embeddings by factors that are not Llama 3's (rope_freqs.weight)")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": _LLAMA3_LOW,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": _LLAMA3_TOKENS,
-    }
+    return found
 
 
 def heads_of(file: GgufFile, config: Any) -> Mapping[str, int]:

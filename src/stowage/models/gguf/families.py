@@ -90,6 +90,8 @@ def family_of(file: GgufFile) -> str | None:
     family = FAMILIES.get(file.architecture)
     if family == "llama" and number(file, "expert_count"):
         return "mixtral"
+    if family == "llama" and windows.is_first_mistral(file):
+        return "mistral"
     if family == "granitemoe" and "blk.0.ffn_gate_shexp.weight" in file.tensors:
         return "granitemoeshared"
     if family == "mamba" and file.fields.get("mamba.ssm.dt_b_c_rms") is True:
@@ -202,5 +204,6 @@ OWN: Final[Mapping[str, Callable[[GgufFile, Mapping[str, Any]], dict[str, Any]]]
     "qwen3_5_text": _gated_delta,
     "qwen3_next": _gated_delta,
     "stablelm": _stablelm,
+    "starcoder2": windows.starcoder2,
 }
 """What files say of single families otherwise than a field for a field, by Transformers' type of model."""

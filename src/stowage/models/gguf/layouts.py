@@ -17,7 +17,6 @@ from torch import Tensor
 from stowage.models.gguf.gemma import altup_layout
 from stowage.models.gguf.hybrids import HYBRIDS, mamba_layout, shared_layout
 from stowage.models.gguf.kimi import delta_layout
-from stowage.models.gguf.mixtures import joined_heads
 from stowage.models.gguf.relaid import Layout, Made, Rows, Stated
 from stowage.weights.gguf import GgufTensor
 
@@ -51,8 +50,17 @@ def named(architecture: str, path: str) -> str:
     return path.replace(here, there, 1) if here else path
 
 
-def layout_of(architecture: str, config: Any, path: str, tensors: Mapping[str, GgufTensor]) -> Layout | None:
-    """``None``: as its name says, and as it is. ``path``: of a parameter in Transformers' model."""
+def part_of(path: str) -> str:
+    """What the tensor is called in a block that is the parameter at ``path``, of queries, keys or values."""
+    return f"attn_{path.split('.')[-2].removesuffix('_proj')}"
+
+
+def layout_of(
+    architecture: str, config: Any, path: str, tensors: Mapping[str, GgufTensor], rows: Mapping[str, int]
+) -> Layout | None:
+    """``None``: as its name says, and as it is. ``path``: of a parameter in Transformers' model, all of which have
+    ``rows``.
+    """
     match = _PATH.fullmatch(path)
     if match is None:
         return altup_layout(path) if architecture == "gemma3n" else None
@@ -63,8 +71,8 @@ def layout_of(architecture: str, config: Any, path: str, tensors: Mapping[str, G
         return shared_layout(block, own, tensors)
     if architecture == "command-r" and own in _HEADS_NORMS:
         return Made((f"{block}.attn_{own}",), lambda found: found[0])
-    if architecture == "bailingmoe2":
-        return joined_heads(config, block, own, tensors)
+    if (joined := _joined_heads(path, block, tensors, rows)) is not None:
+        return joined
     if architecture == "apertus" and own.startswith("act_fn."):
         return Stated(f"xielu.{own.removeprefix('act_fn.')}", int(match[1]))
     if architecture in HYBRIDS:
@@ -83,6 +91,16 @@ def adds_1(architecture: str, path: str) -> bool:
     if architecture in _GATED_DELTA:
         return path.endswith("norm.weight") and not path.endswith("linear_attn.norm.weight")
     return architecture in _ALWAYS_FROM_1 and path.endswith("norm.weight")
+
+
+def _joined_heads(path: str, block: str, tensors: Mapping[str, GgufTensor], rows: Mapping[str, int]) -> Layout | None:
+    """Queries, keys and values that are one tensor of the file, as converters may write them."""
+    parent, _, last = path.rsplit(".", 2)
+    whole, each = f"{block}.attn_qkv.{last}", [f"{parent}.{one}_proj.{last}" for one in "qkv"]
+    if path not in each or whole not in tensors:
+        return None
+    begins = sum(rows.get(one, 0) for one in each[: each.index(path)])
+    return Rows(((whole, begins, begins + rows[path]),), of=sum(rows.get(one, 0) for one in each))
 
 
 def _latents(config: Any, block: str, tensors: Mapping[str, GgufTensor]) -> Layout:

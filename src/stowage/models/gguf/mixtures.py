@@ -10,9 +10,8 @@ from typing import Any, Final
 
 from stowage.errors import UnsupportedModelError
 from stowage.models.gguf.fields import layers_of, number, of_layers, sizeless, unread
-from stowage.models.gguf.relaid import Layout, Rows
 from stowage.models.gguf.windows import kinds_of
-from stowage.weights.gguf import GgufFile, GgufTensor
+from stowage.weights.gguf import GgufFile
 
 SIGMOID: Final = 2
 _LLAMA4_TOKENS: Final = 8192
@@ -131,16 +130,3 @@ def mimo2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": full,
         "v_head_dim": number(file, "attention.value_length"),
     }
-
-
-def joined_heads(config: Any, block: str, own: str, tensors: Mapping[str, GgufTensor]) -> Layout | None:
-    """Queries, keys and values that are one tensor of the file, and three parameters here."""
-    name, (part, _, last) = f"{block}.attn_qkv", own.partition("_proj.")
-    order, whole = ("q", "k", "v"), f"{name}.{last}"
-    if part not in order or whole not in tensors:
-        return None
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    queries, keys = (count * size for count in (config.num_attention_heads, config.num_key_value_heads))
-    ends = {"q": queries, "k": queries + keys, "v": queries + 2 * keys}
-    begin = {"q": 0, "k": ends["q"], "v": ends["k"]}[part]
-    return Rows(((whole, begin, ends[part]),), of=ends["v"])

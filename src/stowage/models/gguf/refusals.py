@@ -23,7 +23,6 @@ _NEVER_READ: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention.output_scale": (0.0, 1.0),
     "kda.gate_lower_bound": (0.0,),
     "kda.safe_gate": (False,),
-    "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "router_logit_softcapping": (0.0,),
     "swiglu_clamp_exp": (0.0,),
@@ -73,9 +72,11 @@ def refuse_other_arithmetic(file: GgufFile, family: str, known: Collection[str])
     by_yarn = file.fields.get(f"{file.architecture}.rope.scaling.type") == "yarn"
     if scaled not in (None, 0.0) and (family not in _SCALED_BY_PLACE or not by_yarn):
         raise _unread(file, "attention.temperature_scale", scaled)
-    times = file.fields.get(f"{file.architecture}.rope.scaling.attn_factor")
-    if times not in (None, 1.0) and not _reads_times(file):
+    times, whole = (file.fields.get(f"{file.architecture}.rope.scaling.{part}attn_factor") for part in ("", "yarn_"))
+    if times not in (None, 1.0) and (whole is not None or not _reads_times(file)):
         raise _unread(file, "rope.scaling.attn_factor", times)
+    if whole not in (None, 1.0) and not by_yarn:
+        raise _unread(file, "rope.scaling.yarn_attn_factor", whole)
     base, local = (file.fields.get(f"{file.architecture}.rope.freq_base{end}") for end in ("", "_swa"))
     if local not in (None, base) and file.architecture in _ONE_BASE:
         raise _unread(file, "rope.freq_base_swa", local)

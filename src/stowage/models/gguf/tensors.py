@@ -18,7 +18,7 @@ from torch import Tensor
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models.gguf.config import heads_of
 from stowage.models.gguf.families import unused_in
-from stowage.models.gguf.layouts import adds_1, layout_of, named
+from stowage.models.gguf.layouts import adds_1, layout_of, named, part_of
 from stowage.models.gguf.refusals import refuse_other_rotation
 from stowage.models.gguf.relaid import Made, Rows, Stated
 from stowage.weights.checkpoint import Span
@@ -62,9 +62,10 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
     parameters = {name: p for name, p in model.state_dict(keep_vars=True).items() if name not in tied}
     heads, names = heads_of(file, config), _names(file, config)
     kept, values, used = dict[str, Kept](), dict[str, Tensor](), {f"{name}.weight" for name in _ROPE_FACTORS}
+    rows = {path: len(parameter) for path, parameter in parameters.items() if parameter.dim()}
     in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for path, parameter in parameters.items():
-        layout = layout_of(file.architecture, config, path, file.tensors)
+        layout = layout_of(file.architecture, config, path, file.tensors, rows)
         if isinstance(layout, Stated):
             values[path] = torch.full(parameter.shape, _stated(file, layout)).to(dtype)
             continue
@@ -80,8 +81,8 @@ def plan_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Plan:
         used |= {tensor.name for tensor in found}
         shape, module = tuple(parameter.shape), model.get_submodule(path.rpartition(".")[0])
         own = torch.float32 if any(f".{part}." in f".{path}." for part in in_float32) else parameter.dtype
-        if isinstance(layout, Rows) and len({tensor.type for tensor in found}) == 1:
-            kept[path] = _moved(path, shape, layout, file.tensors, dtype)
+        if isinstance(layout, Rows) and len(shape) > 1 and len({tensor.type for tensor in found}) == 1:
+            kept[path] = _moved(path, shape, layout, file.tensors, dtype, heads.get(part_of(path), 0))
         elif layout is not None:
             values[path] = _made(path, shape, layout, found, own)
         elif len(shape) > 1 and len(found[0].shape) == len(shape) and not path.endswith("bias"):
@@ -177,7 +178,9 @@ def _spec(tensor: GgufTensor, outputs: int, inputs: int) -> Spec:
     return Spec(name, outputs, inputs)
 
 
-def _moved(path: str, shape: Sequence[int], rows: Rows, tensors: Mapping[str, GgufTensor], dtype: torch.dtype) -> Kept:
+def _moved(
+    path: str, shape: Sequence[int], rows: Rows, tensors: Mapping[str, GgufTensor], dtype: torch.dtype, heads: int
+) -> Kept:
     """A matrix whose rows lie in pieces of the file, in the order in which it has them."""
     first, count = tensors[rows.names[0]], sum(end - begin for _, begin, end in rows.pieces)
     _refuse_other_rows(path, shape, rows, tensors)
@@ -186,11 +189,11 @@ def _moved(path: str, shape: Sequence[int], rows: Rows, tensors: Mapping[str, Gg
         tensor = tensors[name]
         row = tensor.nbytes // tensor.shape[0]
         spans.append(Span(tensor.path, tensor.offset + begin * row, (end - begin) * row))
-    if _PLAIN.get(first.type.name) is dtype:
+    if _PLAIN.get(first.type.name) is dtype and not heads:
         return Kept({"": Part(tuple(shape), dtype, tuple(spans))})
     spec = _spec(first, count, shape[1])
     ((own, kind),) = spec.tensors().values()
-    return Kept({"": Part(tuple(own), kind, tuple(spans))}, spec)
+    return Kept({"": Part(tuple(own), kind, tuple(spans))}, spec, heads=heads)
 
 
 def _refuse_other_rows(path: str, shape: Sequence[int], rows: Rows, tensors: Mapping[str, GgufTensor]) -> None:

@@ -6,10 +6,23 @@ Source: llama.cpp, ``src/models/olmo2.cpp`` and ``exaone4.cpp``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-from stowage.models.gguf.fields import layers_of, sizeless
+from stowage.models.gguf.fields import layers_of, number, sizeless
 from stowage.weights.gguf import GgufFile
+
+_UNSAID: Final = 4096
+"""The window of StarCoder2 and of the first Mistral 7B, which converters leave out, and llama.cpp too."""
+_FIRST_MISTRAL: Final = {
+    "attention.head_count": 32,
+    "attention.head_count_kv": 8,
+    "block_count": 32,
+    "context_length": 32768,
+    "embedding_length": 4096,
+    "expert_count": 0,
+    "feed_forward_length": 14336,
+}
+"""Sizes of Mistral 7B. Its later versions, which have no window, are rotated by another base than its 10,000."""
 
 
 def kinds_of(file: GgufFile) -> list[str] | None:
@@ -32,9 +45,19 @@ def every_layer(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     return {} if kinds is None else {"layer_types": kinds}
 
 
-def mistral(_: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+def is_first_mistral(file: GgufFile) -> bool:
+    """Whether a file that calls itself ``llama`` is of Mistral 7B 0.1, or of what was trained from it."""
+    sizes = {key: number(file, key) for key in _FIRST_MISTRAL}
+    return sizes == _FIRST_MISTRAL and file.fields.get("llama.rope.freq_base", 10000.0) == 10000.0
+
+
+def mistral(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     """A config that says nothing of a window would have one."""
-    return {"sliding_window": entries.get("sliding_window")}
+    return {"sliding_window": entries.get("sliding_window") or (_UNSAID if is_first_mistral(file) else None)}
+
+
+def starcoder2(_: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": entries.get("sliding_window", _UNSAID)}
 
 
 def exaone4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
