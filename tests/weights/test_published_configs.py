@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stowage import UnsupportedModelError
+from stowage import CheckpointError, UnsupportedModelError
 from stowage.models import loading
 from stowage.planner.model import read_model
 from tests.depth import mostly_rare
@@ -194,3 +194,66 @@ def test_layers_that_a_config_leaves_out_are_planned_as_numbers(key: str, tmp_pa
     total = read_model(published).total_bytes
     (published / "model.safetensors").unlink()
     assert read_model(published).total_bytes == pytest.approx(total, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "match"),
+    [
+        ("fp8", {"weight_scale_semantics": "inverse"}, "codes are divided by .*'inverse', as GPTQModel writes them"),
+        ("int4-32", {"format": "int-quantized"}, "type int as 'int-quantized', which is not read: pack-quantized is"),
+        ("awq-64", {"checkpoint_format": "gemv"}, "by awq in 4 bits as 'gemv'"),
+    ],
+)
+def test_words_that_give_the_same_tensors_another_meaning_are_refused(
+    name: str, entries: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    """Scales that codes are divided by have the names, shapes and type of those that they are multiplied by."""
+    family, stated, quantiser = METHODS[name]
+    published, _ = files.write(family, tmp_path, {**stated, **entries}, quantiser)
+    with pytest.raises(UnsupportedModelError, match=match):
+        loading.load(published)
+    (note,) = read_model(published).notes
+    assert "does not run as it is" in note
+
+
+def test_scales_of_what_is_computed_between_matrices_are_refused(tmp_path: Path) -> None:
+    """AutoAWQ writes those of Falcon's and StarCoder2's activations. They are of no matrix, and of no parameter."""
+    published, _ = files.write("llama", tmp_path, *METHODS["awq-64"][1:])
+    state = load_file(published / "model.safetensors")
+    files.rewrite(published, {**state, "model.layers.1.mlp.act.scales": torch.full((512,), 0.5).half()})
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.act\.scales scales what is computed with"):
+        loading.load(published)
+
+
+def test_projections_that_a_tool_has_taken_apart_are_told_as_such(tmp_path: Path) -> None:
+    """As GPTQModel does of Phi-3's. The download is whole."""
+    published, _ = files.write("phi3", tmp_path, *int4(32))
+    state, fused = load_file(published / "model.safetensors"), "gate_up_proj."
+    for name in [name for name in state if fused in name and not name.endswith("shape")]:
+        gate, up = state.pop(name).chunk(2)
+        state |= {name.replace(fused, "gate_proj."): gate, name.replace(fused, "up_proj."): up}
+    files.rewrite(published, state)
+    with pytest.raises(UnsupportedModelError, match=r"has no .*gate_up_proj.* has .*gate_proj.weight, .* taken apart"):
+        loading.load(published)
+    files.rewrite(published, {name: tensor for name, tensor in state.items() if "0.mlp" not in name})
+    with pytest.raises(CheckpointError, match=r"is incomplete: it has no .*layers.0.mlp.gate_up_proj.weight"):
+        loading.load(published)
+
+
+@pytest.mark.parametrize("stored", mostly_rare([torch.float16, torch.float32], [torch.float32]))
+def test_routers_of_another_type_than_is_run_are_computed_with(stored: torch.dtype, tmp_path: Path) -> None:
+    """DeepSeek's, GLM's and others make them float32 themselves at every step."""
+    directories = files.write("deepseek_v3", tmp_path, *int4(32))
+    for directory in directories:
+        state = load_file(directory / "model.safetensors")
+        torch.manual_seed(0)
+        routers = {n: torch.randn(t.shape).to(stored) for n, t in sorted(state.items()) if n.endswith("gate.weight")}
+        assert routers
+        files.rewrite(directory, state | routers)
+    published, plain = directories
+    expected = said(plain)
+    assert said(published) == expected
+    assert said(published, "*=stream") == expected
+    assert read_model(published).total_bytes == sum(
+        tensor.nbytes for tensor in loading.load(published).model.state_dict().values()
+    )

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from stowage.errors import CheckpointError, UnsupportedModelError
+from stowage.errors import CheckpointError, StowageError, UnsupportedModelError
 from stowage.models.multimodal import TextPart, class_of
 from stowage.models.published.matrices import Matrices, Matrix, base_of, odd
 from stowage.models.published.method import Method
@@ -74,6 +74,7 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
     Raises CheckpointError for what is missing, damaged or does not fit, UnsupportedModelError for what is not read.
     """
     stored = {one.name: one for path in files for one in stored_in(path)}
+    _refuse_divided(stored)
     model = meta_model(part, dtype)
     names = [base for name in stored if (base := base_of(name)) is not None]
     sources = sources_of(model, names, part.renamed)
@@ -90,9 +91,7 @@ def plan_of(files: Sequence[Path], part: TextPart, method: Method, dtype: torch.
             continue
         own = sources.get(path)
         if own is None:
-            raise CheckpointError(
-                f"the checkpoint is incomplete: it has no {path}, which its model needs. Download it again."
-            )
+            raise _absent(path, names, sources.values())
         kind = torch.float32 if any(part in path for part in in_float32) else parameter.dtype
         shape = tuple(parameter.shape)
         if not isinstance(parameter, nn.Parameter):
@@ -189,12 +188,38 @@ def _in_float32(model: Any, dtype: torch.dtype) -> tuple[str, ...]:
     return (*strict, *(model._keep_in_fp32_modules or ())) if dtype is torch.float16 else strict
 
 
+def _absent(path: str, names: Iterable[str], used: Iterable[Sources]) -> StowageError:
+    """What is said of a parameter that no tensor of the files is: one that a tool has taken apart has its parts there,
+    which are no parameters.
+    """
+    taken, parent = {name for one in used for name in one.names}, path.removesuffix(".weight").rpartition(".")[0]
+    parts = sorted(name for name in names if name.startswith(f"{parent}.") and name not in taken and "weight" in name)
+    if not parts:
+        return CheckpointError(
+            f"the checkpoint is incomplete: it has no {path}, which its model needs. Download it again."
+        )
+    return UnsupportedModelError(
+        f"the checkpoint has no {path}, which its model needs, and has {parts[0]}, which its model has not: a tool has "
+        "taken apart what is one matrix there, which is not read. Give another checkpoint of the model."
+    )
+
+
+def _refuse_divided(stored: Mapping[str, Stored]) -> None:
+    """AutoAWQ scales what some families' activations make (Falcon's, StarCoder2's), in a module of its own that no
+    model of Transformers has. Raises UnsupportedModelError.
+    """
+    for name in sorted(stored):
+        base, _, own = name.rpartition(".")
+        if own == "scales" and f"{base}.qweight" not in stored:
+            raise UnsupportedModelError(
+                f"{name} scales what is computed with in the checkpoint, beside its weights, and Transformers' model "
+                "has no place for it: it is not read. Give another checkpoint of the model, or the original."
+            )
+
+
 def _refuse_biases(stored: Mapping[str, Stored], names: Iterable[str], used: Iterable[Sources]) -> None:
     """Tools write a bias of zeros beside every matrix. One that is none, and has no place in the model, is refused."""
-    sources = list(used)
-    taken = {one.single for one in sources} | {
-        name for one in sources for parts in one.experts.values() for name in parts.values()
-    }
+    taken = {name for one in used for name in one.names}
     for name in names:
         matrix = name.removesuffix(".bias") + ".weight"
         if name not in taken and name.endswith(".bias") and matrix in taken and bool(stored[name].read().any()):
@@ -213,7 +238,8 @@ class _Reading:
         self, path: str, shape: tuple[int, ...], sources: Sources, kind: torch.dtype, module: nn.Module
     ) -> Kept | Tensor:
         """Where it lies; one that is small, or no matrix, or of another ``kind`` than the model is run in, as numbers.
-        So are codes with scales apart whose rows are looked up: an embedding's. ``module``: whose it is.
+        So are codes with scales apart whose rows are looked up: an embedding's; and a router's numbers of another type
+        than is run, which its family may turn into float32 itself. ``module``: whose it is.
         """
         transposed, looked_up = has_transposed_experts(module), isinstance(module, nn.Embedding)
         as_numbers = _AS_NUMBERS in path.split(".") or kind is not self.matrices.dtype
@@ -231,7 +257,8 @@ class _Reading:
         if len(shape) == 2 and path.endswith(".weight") and not inputs_first:
             matrix = self.matrices.of(name, shape)
             in_parts = matrix.spec is not None and matrix.parts.keys() != {""}
-            if as_numbers or (looked_up and in_parts):
+            scored = matrix.spec is not None and not in_parts and not isinstance(module, nn.Linear | nn.Embedding)
+            if as_numbers or scored or (looked_up and in_parts):
                 in_type = self.matrices.dtype if in_parts else kind
                 return matrix.numbers(in_type) if self.read else torch.empty(shape, dtype=kind, device="meta")
             return self._kept(path, shape, [[matrix]], 0, False)

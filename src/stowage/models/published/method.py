@@ -28,6 +28,9 @@ _ALGORITHMS: Final = ("NVFP4", "W4A16_NVFP4", "FP8")
 _MIXED: Final = "MIXED_PRECISION"
 _NVFP4: Final = ("float", 4)
 _SECOND: Final = "gptq_v2"
+_SEMANTICS: Final = "weight_scale_semantics"
+_PACKED: Final = (None, "pack-quantized", "mixed-precision")
+"""Formats of compressed-tensors in which whole numbers of 4 bits are read; one says it of each of its groups."""
 _OURS: Final = "stowage_pack"
 _LAYERS: Final = re.compile(r"\.(?:layers|blocks|h)\.\d+\.")
 _LEFT: Final = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
@@ -66,6 +69,12 @@ class Method:
         """Raises UnsupportedModelError for what is not read."""
         if self.name == "compressed-tensors":
             self._check_groups()
+        if self.name == "fp8" and self.stated.get(_SEMANTICS) is not None:
+            raise UnsupportedModelError(
+                f"the checkpoint is quantised by fp8 with scales that codes are divided by ({_SEMANTICS} "
+                f"{str(self.stated[_SEMANTICS])[:40]!r}, as GPTQModel writes them), which is not read: those that they "
+                "are multiplied by are. Give another checkpoint of the model."
+            )
         for layer, algorithm in self._algorithms().items():
             if algorithm not in _ALGORITHMS:
                 where = f" in {layer[:60]}" if layer else ""
@@ -75,8 +84,9 @@ class Method:
                 )
         if self.name in ("gptq", "awq"):
             bits = self.stated.get("bits", self.stated.get("w_bit"))
-            key = "checkpoint_format" if self.name == "gptq" else "version"
-            version = str(self.stated.get(key) or {"gptq": "gptq", "awq": "gemm"}[self.name]).lower()
+            version = self.stated.get("version") if self.name == "awq" else None
+            version = version or self.stated.get("checkpoint_format") or {"gptq": "gptq", "awq": "gemm"}[self.name]
+            version = str(version).lower()
             if bits != 4 or version not in {"gptq": ("gptq", _SECOND), "awq": ("gemm",)}[self.name]:
                 raise UnsupportedModelError(
                     f"the checkpoint is quantised by {self.name} in {str(bits)[:20]} bits as {version[:40]!r}: 4 bits "
@@ -163,6 +173,13 @@ class Method:
         return (group["weights"] for group in self._groups() if isinstance(group.get("weights"), Mapping))
 
     def _check_groups(self) -> None:
+        for group in self._groups():
+            form = group.get("format") or self.stated.get("format")
+            if _kind(_mapping(group.get("weights"))) == ("int", 4) and form not in _PACKED:
+                raise UnsupportedModelError(
+                    "the checkpoint is quantised by compressed-tensors in 4 bits of the type int as "
+                    f"{str(form)[:40]!r}, which is not read: pack-quantized is. Give another checkpoint of the model."
+                )
         for weights in self._weights():
             kind = _kind(weights)
             odd = kind == _NVFP4 and weights.get("group_size") != NVFP4_GROUP

@@ -27,6 +27,11 @@ class Sources:
     single: str = ""
     experts: dict[int, dict[int, str]] = field(default_factory=dict)
 
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [self.single, *(name for parts in self.experts.values() for name in parts.values())]
+
 
 def sources_of(model: Any, names: Iterable[str], renamed: Mapping[str, str] | None) -> dict[str, Sources]:
     """By parameter of ``model`` the ``names`` in its files that it is made of; what is no parameter's is left out.
