@@ -82,6 +82,11 @@ class Method:
                     f"the checkpoint is quantised by modelopt as {algorithm[:40]!r}{where}, which is not computed with "
                     f"here: {', '.join(_ALGORITHMS)} are. Give another checkpoint of the model."
                 )
+        if self.stated.get("rotation"):
+            raise UnsupportedModelError(
+                f"the checkpoint is quantised by {self.name} after its weights were rotated (rotation "
+                f"{str(self.stated['rotation'])[:40]!r}), {_NO_TRANSFORMS}. Give another checkpoint of the model."
+            )
         if self.name in ("gptq", "awq"):
             bits = self.stated.get("bits", self.stated.get("w_bit"))
             version = self.stated.get("version") if self.name == "awq" else None
