@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.weights.quantized.formats import BLOCKS, PLAIN, Spec
+
+
+def q1_0(raw: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The values of rows of it, as ggml's ``dequantize_row_q1_0`` has them: the package gguf knows only its size."""
+    blocks = raw.reshape(-1, 18)
+    halves = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")
+    return np.where(signs, halves, -halves).reshape(*raw.shape[:-1], -1)
 
 
 def raw_bytes(*shape: int, seed: int = 0) -> Tensor:
@@ -46,6 +56,8 @@ HALVES = {
     "q2_k": (80, 82),
     "q3_k": (108,),
     "q6_k": (208,),
+    "tq1_0": (52,),
+    "tq2_0": (64,),
 }
 """Where the scales of a block are, in formats that do not begin with one."""
 

@@ -224,6 +224,20 @@ def test_rows_that_are_looked_up_are_those_of_the_unpacked_matrix(name: str, dty
                 kernels.look_up(torch.tensor([3, wrong]), matrix)
 
 
+def test_blocks_of_q1_0_without_another_are_left_to_the_reference() -> None:
+    """Kernels read them in pairs."""
+    spec, x = Spec("q1_0", 8, 384), torch.randn(2, 384)
+    matrix = BlockMatrix(spec, parts_of(spec), torch.float32)
+    assert not kernels.supports_blocks(x, matrix)
+    assert not kernels.supports_lookup(torch.tensor([1]), matrix)
+    with RowInvariance(linear=True, exact=False):
+        found = torch.nn.functional.linear(x, matrix)
+        assert torch.equal(
+            torch.nn.functional.embedding(torch.tensor([1]), matrix), dequantized(spec, matrix.parts)[1:2]
+        )
+    assert torch.allclose(found, x @ dequantized(spec, matrix.parts).t(), rtol=1e-4, atol=1e-3)
+
+
 def test_rows_of_what_is_away_or_in_several_tensors_are_left_to_the_reference() -> None:
     spec, ids = Spec("q8_0", 8, 64), torch.tensor([1])
     assert kernels.supports_lookup(ids, BlockMatrix(spec, parts_of(spec), torch.float32))
@@ -284,7 +298,7 @@ def at_the_end_of_memory(raw: Tensor) -> Tensor:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name}-{spec.block_rows}-{spec.group}-{spec.zeros}")
 def test_nothing_is_read_behind_a_matrix(instructions: None, spec: Spec) -> None:
     """Neither behind its codes nor behind its scales."""
-    unit = max(spec.format.values, spec.group, 32)
+    unit = 256 if spec.name == "q1_0" else max(spec.format.values, spec.group, 32)
     eights = spec.zeros or spec.name in ("gptq", "awq")  # of 4 bits: words of eight outputs
     for units in (1, 2, 3, 5, 18, 34) if unit == 32 else (1, 2, 4, 9):
         for outputs in (8, 16, 40) if eights else (1, 2, 5, 18):

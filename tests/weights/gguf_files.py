@@ -16,7 +16,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from stowage.weights.quantized.blocks import joined
 from stowage.weights.quantized.stacks import has_transposed_experts
-from tests.block_formats import scale
+from tests.block_formats import q1_0, scale
 from tests.weights import gguf_gemma, gguf_hybrids, gguf_kimi, gguf_layouts, gguf_mixtures
 
 _RENAMED: Mapping[str, str] = {
@@ -66,6 +66,7 @@ _INTERLEAVED = (
 )
 _NORMS_FROM_1 = ("gemma", "gemma2", "gemma3", "nemotron")
 _PACKED = (Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.MXFP4)
+_OF_SIGNS = (Kind.TQ1_0, Kind.TQ2_0, Kind.Q1_0)
 _MORE = (
     ("attention.key_length", "head_dim"),
     ("attention.value_length", "head_dim"),
@@ -103,7 +104,7 @@ def quantised(values: np.ndarray, kind: Kind) -> np.ndarray:
     shape = (*values.shape[:-1], values.shape[-1] // each * nbytes)
     raw = np.random.default_rng(values.size).integers(0, 256, shape, np.uint8)
     blocks = torch.from_numpy(raw.reshape(-1, nbytes))
-    scale(kind.name.lower(), blocks, 2e-4)
+    scale(kind.name.lower(), blocks, 1e-2 if kind in _OF_SIGNS else 2e-4)
     return raw
 
 
@@ -376,6 +377,7 @@ def dequantised(path: Path) -> dict[str, torch.Tensor]:
     """The values in a file, by name, as the ``gguf`` package says."""
     found = {}
     for tensor in gguf.GGUFReader(path).tensors:
-        values = gguf.quants.dequantize(np.array(tensor.data), tensor.tensor_type)
+        raw, kind = np.array(tensor.data), tensor.tensor_type
+        values = q1_0(raw) if kind is Kind.Q1_0 else gguf.quants.dequantize(raw, kind)
         found[tensor.name] = torch.from_numpy(np.ascontiguousarray(values, np.float32))
     return found

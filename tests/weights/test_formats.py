@@ -21,7 +21,7 @@ from stowage.weights.quantized.formats import (
     outputs_of,
     outputs_together,
 )
-from tests.block_formats import SPECS, parts_of, raw_bytes
+from tests.block_formats import SPECS, parts_of, q1_0, raw_bytes
 
 
 def test_blocks_of_ggml_mean_what_its_package_says() -> None:
@@ -36,6 +36,8 @@ def test_blocks_of_ggml_mean_what_its_package_says() -> None:
         with np.errstate(all="ignore"):
             if name == "bf16":
                 expected = raw.view(torch.bfloat16).float()
+            elif name == "q1_0":
+                expected = torch.from_numpy(q1_0(raw.numpy())).float()
             else:
                 found = gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType(each.ggml))
                 expected = torch.from_numpy(np.ascontiguousarray(found))

@@ -38,6 +38,7 @@ KINDS = (
     "Q2_K Q3_K IQ4_NL IQ4_XS",
     "IQ3_XXS IQ3_S IQ2_XXS IQ2_XS",
     "IQ2_S IQ1_S IQ1_M",
+    "TQ1_0 TQ2_0 Q1_0",
 )
 TOKENS = {
     "tokenizer.ggml.model": "gpt2",
@@ -327,7 +328,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
         assert len(str(error.value).replace(str(path), "model.gguf")) <= 400
 
     refused(r"of the family rwkv7, which is not read from GGUF", tokens={"general.architecture": "rwkv7"})
-    refused(r"token_embd.weight in TQ2_0, which is not computed with here: .*Q4_K", Kind.TQ2_0)
+    refused(r"token_embd.weight in Q8_1, which is not computed with here: .*Q4_K", Kind.Q8_1)
     refused(r"tokenizer that cuts texts as 'odd'", tokens={**TOKENS, "tokenizer.ggml.pre": "odd"})
     refused(r"and does not say how it cuts texts", tokens={**TOKENS, "tokenizer.ggml.pre": None})
     refused(r"tokenizer of the kind 'rwkv'", tokens={**TOKENS, "tokenizer.ggml.model": "rwkv"})

@@ -42,7 +42,7 @@ ELSEWHERE = {
 SHORT = ("mixtral", "phi3", "starcoder2")
 """Of models with windows that llama.cpp does not read from files: prompts are shorter than these."""
 TEXT = "Hello World's 12345 3.14\n\n  x\t!?? don't I'LL ÄÖü x\u0301y 中文12かな 한국어 €$ foo_bar/\r\n   end-of ж  "
-ASCII = ("gpt-4o", "kimi-k2", "llama4", "minimax-m2", "tekken")
+ASCII = ("gpt-4o", "kanana2", "kimi-k2", "llama4", "minimax-m2", "tekken")
 """Names of which llama.cpp tells capitals from small letters in ASCII only."""
 NOT_HERE = ("gpt2",)
 """Names that this llama.cpp does not know."""

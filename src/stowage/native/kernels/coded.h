@@ -266,6 +266,26 @@ I_QUANT(iq1_m, _mm256_setzero_si256(), EIGHTS(values_iq1_m), values)
 #undef MASKED
 #undef I_QUANT
 
+UNIT(tq1_0)
+{
+    int8_t codes[32];
+    codes_tq1_0(at, part, codes);
+    w[0] = coded_wholes(_mm256_loadu_si256((const __m256i *)codes), scales + 2 * part);
+}
+
+UNIT(tq2_0)
+{
+    const float *own = scales + 2 * part;
+    __m512i codes = _mm512_srli_epi16(coded_bytes(at + part / 4 * 32), part % 4 * 2);
+    w[0] = coded_sixteens(codes, 3, coded_scaled(coded_counting(-1), own), coded_scaled(coded_counting(-1), own + 1));
+}
+
+UNIT(q1_0)
+{
+    __m512i less = (__m512i)coded_twice(_mm512_set1_ps(-scales[2 * part])), more = (__m512i)coded_twice(_mm512_set1_ps(scales[2 * part]));
+    w[0] = (__m512bh)_mm512_mask_mov_epi16(less, read_word(at + part / 4 * 18 + 2 + part % 4 * 4), more);
+}
+
 /* 64 different weights are too many to look up. A scale times 32 is exact, and so is what is left of a code. */
 UNIT(q6_k)
 {

@@ -19,6 +19,7 @@ static inline ALWAYS void coded_scales_q4_k(const uint8_t *block, float *to)
 
 #define coded_scales_q5_k coded_scales_q4_k
 #define coded_scales_q2_k scales_q2_k
+#define coded_scales_q1_0 scales_q1_0
 
 typedef uint32_t CodedLanes __attribute__((vector_size(64)));
 #define WORD(OFFSET) (CodedLanes) _mm512_set1_epi32((int)read_word(block + OFFSET))

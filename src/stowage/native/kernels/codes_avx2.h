@@ -235,6 +235,7 @@ static void avx2_scales_16(int format, const uint8_t *block, float *scales, floa
         scales_##format(block, all);                                                                                   \
         break;
         I_QUANTS(OF)
+        SIGNS(OF)
 #undef OF
     default:
         scales_q3_k(block, all);

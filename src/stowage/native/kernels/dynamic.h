@@ -118,7 +118,8 @@ static inline ALWAYS void dynamic_codes_of(int format, const Coded *row, int64_t
 static const int block_bytes_of[FORMATS_END] = {[Q8_0] = 34, [Q4_0] = 18, [Q4_1] = 20, [Q5_0] = 22, [Q5_1] = 24,
                                                 [MXFP4_BLOCK] = 17, [IQ4_NL] = 18, [Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210,
                                                 [IQ4_XS] = 136, [Q3_K] = 110, [IQ2_XXS] = 66, [IQ2_XS] = 74, [IQ2_S] = 82,
-                                                [IQ3_XXS] = 98, [IQ3_S] = 110, [IQ1_S] = 50, [IQ1_M] = 56};
+                                                [IQ3_XXS] = 98, [IQ3_S] = 110, [IQ1_S] = 50, [IQ1_M] = 56,
+                                                [TQ1_0] = 54, [TQ2_0] = 66, [Q1_0] = 36};
 
 static inline const uint8_t *dynamic_block(int format, const Coded *row, int64_t k)
 {

@@ -16,7 +16,10 @@
     OF(IQ3_XXS, iq3_xxs, 98, 2, TWO, SIGNED)                                                                           \
     OF(IQ3_S, iq3_s, 110, 2, TWO, SIGNED)                                                                              \
     OF(IQ1_S, iq1_s, 50, 2, TWO, SIGNED)                                                                               \
-    OF(IQ1_M, iq1_m, 56, 2, TWO, SIGNED)
+    OF(IQ1_M, iq1_m, 56, 2, TWO, SIGNED)                                                                               \
+    OF(TQ1_0, tq1_0, 54, 2, TWO, SIGNED)                                                                               \
+    OF(TQ2_0, tq2_0, 66, 2, TWO, SIGNED)                                                                               \
+    OF(Q1_0, q1_0, 36, 2, TWO, SIGNED)
 enum { AVX2_FEW = 8, AVX2_WIDE = 16, AVX2_TILE = 4, AVX2_AHEAD = 4096, AVX2_BYTES = DYNAMIC_GROUP + 8 }; /* of a group at most */
 
 static inline ALWAYS __m256i avx2_twice(const void *from)

@@ -17,7 +17,7 @@ static const int scale_bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF
         OF(INT4_WORDS, int4), OF(GPTQ, gptq), OF(AWQ, awq), OF(PACKED4, packed4), OF(NVFP4, nvfp4), OF(Q2_K, q2_k),    \
         OF(Q3_K, q3_k), OF(Q4_K, q4_k), OF(Q5_K, q5_k), OF(Q6_K, q6_k), OF(IQ4_XS, iq4_xs),                                            \
         OF(IQ2_XXS, iq2_xxs), OF(IQ2_XS, iq2_xs), OF(IQ2_S, iq2_s), OF(IQ3_XXS, iq3_xxs), OF(IQ3_S, iq3_s),            \
-        OF(IQ1_S, iq1_s), OF(IQ1_M, iq1_m)
+        OF(IQ1_S, iq1_s), OF(IQ1_M, iq1_m), OF(TQ1_0, tq1_0), OF(TQ2_0, tq2_0), OF(Q1_0, q1_0)
 #define OF(FORMAT, format) FORMAT
 enum { PLAIN = 0 /* of the job's form */, ALL_FORMATS(OF), FORMATS_END,
        INPUTS_FIRST = FORMATS_END /* as PLAIN; rows of `w_row` numbers are those of inputs */ };

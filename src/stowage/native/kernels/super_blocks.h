@@ -10,9 +10,11 @@
     OF(IQ2_XXS, iq2_xxs, 66, 16, 8, 1) OF(IQ2_XS, iq2_xs, 74, 16, 8, 1) OF(IQ2_S, iq2_s, 82, 16, 8, 1)                 \
     OF(IQ3_XXS, iq3_xxs, 98, 16, 8, 1) OF(IQ3_S, iq3_s, 110, 16, 8, 1) OF(IQ1_S, iq1_s, 50, 16, 8, 1)                  \
     OF(IQ1_M, iq1_m, 56, 16, 8, 1)
+/* Codes of one number and two signs, or of two signs alone; blocks of the last are pairs of its own, of 128. */
+#define SIGNS(OF) OF(TQ1_0, tq1_0, 54, 16, 8, 1) OF(TQ2_0, tq2_0, 66, 16, 8, 1) OF(Q1_0, q1_0, 36, 16, 8, 1)
 #define SUPER_BLOCKS(OF)                                                                                               \
     OF(Q2_K, q2_k, 84, 32, 8, 1) OF(Q3_K, q3_k, 110, 16, 8, 1) OF(Q4_K, q4_k, 144, 16, 4, 2)                           \
-    OF(Q5_K, q5_k, 176, 16, 4, 2) OF(Q6_K, q6_k, 210, 16, 8, 1) OF(IQ4_XS, iq4_xs, 136, 16, 8, 1) I_QUANTS(OF)
+    OF(Q5_K, q5_k, 176, 16, 4, 2) OF(Q6_K, q6_k, 210, 16, 8, 1) OF(IQ4_XS, iq4_xs, 136, 16, 8, 1) I_QUANTS(OF) SIGNS(OF)
 
 static const int8_t not_linear[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
@@ -29,7 +31,20 @@ CODES(q4_k, block[16 + j / 2 * 32 + i] >> j % 2 * 4 & 15)
 CODES(q5_k, (block[48 + j / 2 * 32 + i] >> j % 2 * 4 & 15) | (block[16 + i] >> j & 1) << 4)
 CODES(q6_k, ((block[j / 4 * 64 + j % 2 * 32 + i] >> j % 4 / 2 * 4 & 15) |
              (block[128 + j / 4 * 32 + i] >> j % 4 * 2 & 3) << 4) - 32)
+CODES(tq2_0, (block[j / 4 * 32 + i] >> j % 4 * 2 & 3) - 1)
+CODES(q1_0, (block[j / 4 * 18 + 2 + j % 4 * 4 + i / 8] >> i % 8 & 1) * 2 - 1)
 #undef CODES
+
+/* Five codes in a byte: each is the highest digit, to the base of three, of what is left of it as a fraction of 256. */
+static inline ALWAYS void codes_tq1_0(const uint8_t *block, int j, int8_t *to)
+{
+    static const uint8_t powers[5] = {1, 3, 9, 27, 81};
+    for (int i = 0; i < 32; i++) {
+        int at = 32 * j + i, last = at >= 240;
+        int byte = j < 5 ? i : last ? 48 + i % 4 : 32 + i % 16, digit = j < 5 ? j : last ? (at - 240) / 4 : (at - 160) / 16;
+        to[i] = (int8_t)(((uint8_t)(block[byte] * powers[digit]) * 3 >> 8) - 1);
+    }
+}
 
 /* What codes of IQ4 mean, of which 16 bytes have two each. */
 static inline ALWAYS void codes_iq4(const uint8_t *from, int8_t *to)
@@ -106,7 +121,9 @@ static inline float half_of_iq1_m(const uint8_t *block)
     OF(iq3_xxs, read_half(block) / 2, .5f, WORDS(66, 8, j / 2) >> 28)                                                  \
     OF(iq3_s, read_half(block) * 2, .5f, WORD(106) >> j / 2 * 4 & 15)                                                  \
     OF(iq1_s, read_half(block) / 4, .5f, WORDS(34, 4, j / 4) >> (j / 2 % 2 * 16 + 12) & 7)                             \
-    OF(iq1_m, half_of_iq1_m(block) / 4, .5f, WORDS(48, 2, j / 8) >> (j / 4 % 2 * 16 + j % 4 * 3) & 7)
+    OF(iq1_m, half_of_iq1_m(block) / 4, .5f, WORDS(48, 2, j / 8) >> (j / 4 % 2 * 16 + j % 4 * 3) & 7)         \
+    OF(tq1_0, read_half(block + 52), 1, j & 0)                                                                         \
+    OF(tq2_0, read_half(block + 64), 1, j & 0)
 #define WORD(OFFSET) read_word(block + OFFSET)
 #define WORDS(OFFSET, COUNT, INDEX) read_word(block + OFFSET + 4 * (INDEX))
 #define OF(format, SCALE, ADDED, NUMBER)                                                                               \
@@ -141,5 +158,11 @@ static inline ALWAYS void scales_q4_k(const uint8_t *block, float *to)
     }
 }
 #define scales_q5_k scales_q4_k
+
+static inline ALWAYS void scales_q1_0(const uint8_t *block, float *to)
+{
+    for (int j = 0; j < 16; j++)
+        to[j] = read_half(block + j / 8 * 18);
+}
 
 #endif

@@ -100,7 +100,10 @@ FORMATS: Final[Mapping[str, BlockFormat]] = {
         BlockFormat("iq4_xs", _SUPER, 136, 23),
         BlockFormat("iq1_m", _SUPER, 56, 29),
         BlockFormat("bf16", 1, 2, 30),
+        BlockFormat("tq1_0", _SUPER, 54, 34),
+        BlockFormat("tq2_0", _SUPER, 66, 35),
         BlockFormat("mxfp4_block", 32, 17, 39),
+        BlockFormat("q1_0", 128, 18, 41),
         BlockFormat("mxfp4", 32, 16),
         BlockFormat("nvfp4", 16, 8),
         BlockFormat("fp8", 1, 1),
@@ -144,7 +147,11 @@ class Spec:
         return self.group or self.inputs
 
     def meets_at(self, inputs: int) -> bool:
-        """Whether scales are for multiples of so many ``inputs``, or for all of them; of nvfp4 two are for 32."""
+        """Whether scales are for multiples of so many ``inputs``, or for all of them; of nvfp4 two are for 32.
+        Kernels read blocks of q1_0 in pairs.
+        """
+        if self.name == "q1_0":
+            return self.inputs % _SUPER == 0
         if self.name == "nvfp4":
             return self.inputs % inputs == 0
         return self.group_size % inputs == 0 or self.group_size == self.inputs

@@ -137,6 +137,26 @@ def _q6_k(raw: Tensor) -> Tensor:
     return scales[..., None] * ((low | high).reshape(-1, 16, 16).float() - 32)
 
 
+def _digits(raw: Tensor, count: int) -> Tensor:
+    """The first so many digits, to the base of three, of bytes that are fractions of 256, of all bytes in turn."""
+    powers = 3 ** torch.arange(count, dtype=torch.int32, device=raw.device)[:, None]
+    return ((raw[:, None].to(torch.int32) * powers & 255) * 3 >> 8).flatten(1)
+
+
+def _tq1_0(raw: Tensor) -> Tensor:
+    codes = [_digits(raw[:, :32], 5), _digits(raw[:, 32:48], 5), _digits(raw[:, 48:52], 4)]
+    return _half(raw[:, 52:]) * (torch.cat(codes, dim=1).float() - 1)
+
+
+def _tq2_0(raw: Tensor) -> Tensor:
+    return _half(raw[:, 64:]) * (_quarters(raw[:, :64]).flatten(1).float() - 1)
+
+
+def _q1_0(raw: Tensor) -> Tensor:
+    """Each bit is a sign."""
+    return _half(raw[:, :2]) * (_in_turn(raw[:, 2:], 1).float() * 2 - 1)
+
+
 def power_of(exponents: Tensor) -> Tensor:
     """2^(e - 127) of bytes (E8M0; 255 is no number)."""
     wide = exponents.to(torch.int32)
@@ -166,4 +186,7 @@ IN_BLOCKS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "iq4_nl": _iq4_nl,
     "iq4_xs": _iq4_xs,
     "mxfp4_block": _mxfp4_block,
+    "q1_0": _q1_0,
+    "tq1_0": _tq1_0,
+    "tq2_0": _tq2_0,
 }
