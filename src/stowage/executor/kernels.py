@@ -143,11 +143,9 @@ def supports_lookup(ids: Tensor, weight: object) -> bool:
     """Whether ``look_up`` can do this."""
     if not isinstance(weight, BlockMatrix) or weight.spec.name not in BLOCKS or weight.transposed:
         return False
-    if not weight.spec.meets_at(32):
-        return False
-    rows = weight.parts[""]
-    on_cpu = ids.device.type == rows.device.type == "cpu"
-    return on_cpu and weight.is_here and ids.dtype is torch.int64 and weight.values_dtype in DTYPES
+    on_cpu = ids.device.type == weight.parts[""].device.type == "cpu"
+    known = ids.dtype is torch.int64 and weight.values_dtype in DTYPES
+    return on_cpu and weight.is_here and known and weight.spec.meets_at(32)
 
 
 def look_up(ids: Tensor, matrix: BlockMatrix) -> Tensor:
