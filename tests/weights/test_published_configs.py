@@ -258,3 +258,44 @@ def test_routers_of_another_type_than_is_run_are_computed_with(stored: torch.dty
     assert read_model(published).total_bytes == sum(
         tensor.nbytes for tensor in loading.load(published).model.state_dict().values()
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "lost"),
+    [
+        ("int4-64-zeros", {}, "weight_zero_point"),
+        ("int4-32", {"actorder": "group"}, "weight_g_idx"),
+        ("gptq-32", {"desc_act": True}, "g_idx"),
+    ],
+)
+def test_what_a_config_says_that_there_is_must_be_there(
+    name: str, entries: dict[str, Any], lost: str, tmp_path: Path
+) -> None:
+    """Without its zero points or its order a matrix would be another one, of the same shapes."""
+    family, stated, quantiser = METHODS[name]
+    stated = json.loads(json.dumps(stated))
+    (stated["config_groups"]["group_0"]["weights"] if "config_groups" in stated else stated).update(entries)
+    published, _ = files.write(family, tmp_path, stated, quantiser)
+    state = load_file(published / "model.safetensors")
+    tensor = f"model.layers.1.mlp.up_proj.{lost}"
+    files.rewrite(published, {name: values for name, values in state.items() if name != tensor})
+    with pytest.raises(CheckpointError, match=r"is incomplete: it has no model\.layers\..*" + lost):
+        loading.load(published)
+
+
+def test_scales_that_are_no_numbers_are_told_as_such(tmp_path: Path) -> None:
+    published, _ = files.write("llama", tmp_path, *METHODS["int4-32"][1:])
+    state, name = load_file(published / "model.safetensors"), "model.layers.1.mlp.up_proj.weight_scale"
+    files.rewrite(published, {**state, name: torch.full_like(state[name], float("nan"))})
+    with pytest.raises(CheckpointError, match="computes NaN, and no number, in bfloat16"):
+        said(published)
+
+
+def test_a_plan_of_a_checkpoint_that_lacks_a_file_says_so(tmp_path: Path) -> None:
+    published, _ = files.write("llama", tmp_path, *METHODS["int4-32"][1:])
+    state = load_file(published / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(state, "model-00001-of-00001.safetensors")}
+    (published / "model.safetensors.index.json").write_text(json.dumps(index))
+    (published / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors is missing; download"):
+        read_model(published)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-from stowage.errors import UnsupportedModelError
+from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.models import compat
 from stowage.models.cache_layers import states_of
 from stowage.models.layout import State, rope_settings
@@ -305,11 +305,16 @@ def takes_rows(model: Any) -> bool:
 
 def _refuse_state_elsewhere(model: Any) -> None:
     """Raise for a model that keeps something between forwards besides its cache: another prompt's forward in between
-    would change the answer.
+    would change the answer. And for one that computes no numbers, of which nothing can be compared.
     """
     several, single = _PIECES
     _, count = single
     first = _forwards(model, several).logits
+    if first.isnan().any():
+        raise CheckpointError(
+            f"the model computes NaN, and no number, in {str(model.dtype).removeprefix('torch.')}. If that is float16, "
+            "give --dtype bfloat16 or float32; else its weights are damaged: download them again."
+        )
     if not torch.equal(first, _forwards(model, several, foreign=count).logits):
         raise UnsupportedModelError(
             "the model keeps a state of its own between forwards, outside of its cache, so prompts cannot take turns."

@@ -97,6 +97,8 @@ def read_header(path: Path) -> list[Tensor]:
         return [_unpacked(tensor, lossless[tensor.name]) if tensor.name in lossless else tensor for tensor in found]
     except PermissionError as error:
         raise CheckpointError(unreadable(path, error)) from error
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; download the checkpoint again.") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no whole safetensors file ({error}); download it again.") from error
 

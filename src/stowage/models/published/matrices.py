@@ -176,6 +176,8 @@ class Matrices:
             )
         if codes.dtype is torch.uint8:
             return self._nvfp4(base, codes.name, shape, "weight_global_scale")
+        if zeros is None and self.method.has_zeros:
+            self.get(f"{base}.weight_zero_point")
         group = self._group(base, scales, shape[1], scales.shape[-1] if scales.shape else 0)
         self._refuse_order(f"{base}.weight_g_idx", shape[1], group)
         spec = Spec("int4", shape[0], shape[1], group, zeros=zeros is not None, scale_dtype=scales.dtype)
@@ -236,7 +238,7 @@ class Matrices:
         return group
 
     def _refuse_order(self, name: str, inputs: int, group: int) -> None:
-        order = self.stored.get(name)
+        order = self.get(name) if self.method.is_ordered and group < inputs else self.stored.get(name)
         if order is None or order.shape == (0,):
             return
         if order.shape != (inputs,) or not torch.equal(order.read().long(), torch.arange(inputs) // group):

@@ -27,6 +27,7 @@ _ALGORITHMS: Final = ("NVFP4", "W4A16_NVFP4", "FP8")
 """Those of ``modelopt``."""
 _MIXED: Final = "MIXED_PRECISION"
 _NVFP4: Final = ("float", 4)
+_INT4: Final = ("int", 4)
 _SECOND: Final = "gptq_v2"
 _SEMANTICS: Final = "weight_scale_semantics"
 _PACKED: Final = (None, "pack-quantized", "mixed-precision")
@@ -64,6 +65,17 @@ class Method:
     def second(self) -> bool:
         """Whether GPTQ's second format is stated, which stores zero points as they are."""
         return self.name == "gptq" and str(self.stated.get("checkpoint_format")).lower() == _SECOND
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether all matrices of whole numbers that compressed-tensors wrote have zero points."""
+        return all(weights.get("symmetric") is False for weights in self._whole()) and any(self._whole())
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether all matrices have their inputs put into groups in an order of their own (act-order)."""
+        orders = [str(weights.get("actorder")).lower() in ("group", "dynamic") for weights in self._whole()]
+        return all(orders) if orders else self.name == "gptq" and self.stated.get("desc_act") is True
 
     def check(self) -> None:
         """Raises UnsupportedModelError for what is not read."""
@@ -177,10 +189,13 @@ class Method:
     def _weights(self) -> Iterator[Mapping[str, Any]]:
         return (group["weights"] for group in self._groups() if isinstance(group.get("weights"), Mapping))
 
+    def _whole(self) -> list[Mapping[str, Any]]:
+        return [weights for weights in self._weights() if _kind(weights) == _INT4]
+
     def _check_groups(self) -> None:
         for group in self._groups():
             form = group.get("format") or self.stated.get("format")
-            if _kind(_mapping(group.get("weights"))) == ("int", 4) and form not in _PACKED:
+            if _kind(_mapping(group.get("weights"))) == _INT4 and form not in _PACKED:
                 raise UnsupportedModelError(
                     "the checkpoint is quantised by compressed-tensors in 4 bits of the type int as "
                     f"{str(form)[:40]!r}, which is not read: pack-quantized is. Give another checkpoint of the model."
@@ -188,7 +203,7 @@ class Method:
         for weights in self._weights():
             kind = _kind(weights)
             odd = kind == _NVFP4 and weights.get("group_size") != NVFP4_GROUP
-            if odd or kind not in (("int", 4), ("float", 8), _NVFP4):
+            if odd or kind not in (_INT4, ("float", 8), _NVFP4):
                 groups = f" in groups of {str(weights.get('group_size'))[:20]}" if odd else ""
                 raise UnsupportedModelError(
                     f"the checkpoint is quantised by compressed-tensors in {str(kind[1])[:20]} bits of the type "
