@@ -10,15 +10,16 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from stowage import UnsupportedModelError
+from stowage import CheckpointError, UnsupportedModelError
 from stowage.models import loading
 from stowage.models.gguf import checkpoint as gguf_checkpoint
 from stowage.models.gguf.config import config_of
 from stowage.models.gguf.llama3 import scaling_of
+from stowage.weights import gguf
 from stowage.weights.gguf import GgufFile, GgufTensor, Type
 from tests.weights import gguf_files
 from tests.weights.conftest import logits, prompt
-from tests.weights.gguf_models import made, model_of
+from tests.weights.gguf_models import SIZE, made, model_of
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
 
@@ -130,3 +131,36 @@ def test_queries_keys_and_values_in_one_tensor_are_what_they_were_apart(name: st
     assert all(torch.equal(found[own], expected[own]) for own in found)
     models = [loading.load(one, "float32").model for one in (path, apart)]
     assert torch.equal(logits(models[0], prompt()), logits(models[1], prompt()))
+
+
+def test_of_a_file_that_was_cut_it_is_told_how_many_bytes_there_are(tmp_path: Path) -> None:
+    path = gguf_files.write(made("llama", tmp_path / "model"), tmp_path / "model.gguf")
+    raw, tensors = path.read_bytes(), gguf.read(path).tensors.values()
+    end = max(tensor.offset + tensor.nbytes for tensor in tensors)
+    for left, match in (
+        (end - 1, rf"it has {end - 1:,} bytes of {end:,}: \S+ ends there"),
+        (end // 2, rf"it has {end // 2:,} bytes of {end:,}"),
+        (1500, "it ends in its header: it has 1,500 bytes"),
+        (100, "100 bytes hold no"),
+        (0, "it is empty"),
+    ):
+        path.write_bytes(raw[:left])
+        with pytest.raises(CheckpointError, match=match):
+            loading.load(path)
+
+
+def test_links_lead_to_all_files_of_a_model(tmp_path: Path) -> None:
+    """Also under another name, and of one file alone."""
+    plain, home, links = model_of("llama", tmp_path / "model", SIZE), tmp_path / "files", tmp_path / "links"
+    home.mkdir()
+    links.mkdir()
+    gguf_files.write(plain, home / "m.gguf", Kind.Q8_0, split_max_tensors=20)
+    expected = logits(loading.load(home).model, prompt())
+    parts = sorted(home.iterdir())
+    assert len(parts) > 1
+    for name, part in (("model.gguf", parts[0]), ("other.gguf", parts[-1]), (parts[0].name, parts[0])):
+        (links / name).symlink_to(part)
+        assert torch.equal(logits(loading.load(links / name).model, prompt()), expected), name
+    parts[-1].unlink()
+    with pytest.raises(CheckpointError, match=f"{parts[-1].name} is missing"):
+        loading.load(links / "model.gguf")

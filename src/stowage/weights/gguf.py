@@ -124,20 +124,28 @@ class GgufFile:
 
 
 def splits_of(path: Path) -> list[Path]:
-    """All files of the model of ``path``, in order: itself, or the splits that its name counts. Raises CheckpointError
-    when one is missing.
+    """All files of the model of ``path``, in order: itself, or the splits that its name counts; of a link without the
+    others beside it, those beside what it leads to. Raises CheckpointError when one is missing.
     """
-    match = _SPLIT.fullmatch(path.name)
-    if match is None:
-        return [path]
-    count = int(match[3])
-    paths = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1)]
-    if not paths or (missing := next((p for p in paths if not p.is_file()), None)):
+    paths = _counted(path)
+    if path.is_symlink() and (len(paths) == 1 or not all(one.is_file() for one in paths)):
+        others = _counted(path.resolve())
+        paths = others if len(others) > 1 else paths
+    missing = next((one for one in paths if not one.is_file()), None) if len(paths) != 1 else None
+    if missing is not None or not paths:
         raise CheckpointError(
-            f"{missing if paths else path} is missing: the model is in {count} files, and all of them must lie in one "
+            f"{missing or path} is missing: the model is in {len(paths)} files, and all of them must lie in one "
             "directory. Download it again."
         )
     return paths
+
+
+def _counted(path: Path) -> list[Path]:
+    """``path``, or the files that its name counts, there or not."""
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        return [path]
+    return [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
 
 
 def read(path: Path) -> GgufFile:
@@ -167,6 +175,8 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 def _read(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
     try:
+        if not path.stat().st_size:
+            raise ValueError("it is empty")
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         return _Reader(memoryview(mapped), path).read()  # the mapping goes with its last view
@@ -195,7 +205,7 @@ class _Reader:
             )
         tensors, count = self._number("Q"), self._number("Q")
         if tensors > min(_TENSORS_MAX, self._end // 24) or count > min(_FIELDS_MAX, self._end // 13):
-            raise ValueError(f"it is said to have {tensors} tensors and {count} fields")
+            raise ValueError(f"{len(self._view):,} bytes hold no {tensors} tensors and {count} fields")
         fields = dict[str, Any]()
         for _ in range(count):
             name = self._string(_NAME_BYTES_MAX)
@@ -216,9 +226,13 @@ class _Reader:
                 raise ValueError(f"{name[:80]!r} is there twice")
             names.add(name)
             nbytes = prod(shape) // kind.weights * kind.nbytes
-            if offset % alignment or begin + offset + nbytes > len(self._view):
-                raise ValueError(f"{name[:80]} lies outside of the file")
+            if offset % alignment:
+                raise ValueError(f"{name[:80]} begins at byte {offset}, which is no multiple of {alignment}")
             tensors.append(GgufTensor(name, kind, shape, self._path, begin + offset, nbytes))
+        end = max((tensor.offset + tensor.nbytes for tensor in tensors), default=0)
+        if end > len(self._view):
+            short = f"it has {len(self._view):,} bytes of {end:,}"
+            raise ValueError(f"{short}: {next(t.name for t in tensors if t.offset + t.nbytes == end)[:80]} ends there")
         _refuse_overlaps(tensors)
         return tensors
 
@@ -245,7 +259,7 @@ class _Reader:
 
     def _bytes(self, count: int) -> memoryview:
         if count > self._end - self._at:
-            raise ValueError(f"it ends in its header, at byte {self._at}")
+            raise ValueError(f"it ends in its header: it has {len(self._view):,} bytes")
         self._at += count
         return self._view[self._at - count : self._at]
 
@@ -277,7 +291,7 @@ class _Reader:
 
     def _room(self, count: int) -> None:
         if count > self._end - self._at:
-            raise ValueError(f"it ends in its header, at byte {self._at}")
+            raise ValueError(f"it ends in its header: it has {len(self._view):,} bytes")
 
 
 def _plain(value: np.float32) -> float:
