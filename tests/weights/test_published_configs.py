@@ -299,3 +299,19 @@ def test_a_plan_of_a_checkpoint_that_lacks_a_file_says_so(tmp_path: Path) -> Non
     (published / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors is missing; download"):
         read_model(published)
+
+
+@pytest.mark.parametrize("name", ["gptq-32", "awq-64"])
+def test_auto_round_writes_layouts_of_others(name: str, tmp_path: Path) -> None:
+    family, stated, quantiser = METHODS[name]
+    packing = f"auto_round:auto_{stated['quant_method']}"
+    said_by_it = {**stated, "quant_method": "auto-round", "packing_format": packing, "data_type": "int", "sym": False}
+    published, plain = files.write(family, tmp_path, said_by_it, quantiser)
+    assert said(published) == said(plain)
+    total = read_model(published).total_bytes
+    files.rewrite(published, quantization_config=said_by_it | {"packing_format": "auto_round:fp8"})
+    with pytest.raises(UnsupportedModelError, match="quantised as 'auto-round', which is not read"):
+        loading.load(published)
+    files.rewrite(published, quantization_config=said_by_it)
+    (published / "model.safetensors").unlink()
+    assert read_model(published).total_bytes == pytest.approx(total, rel=1e-2), "by the config alone"

@@ -28,6 +28,8 @@ _ALGORITHMS: Final = ("NVFP4", "W4A16_NVFP4", "FP8")
 _MIXED: Final = "MIXED_PRECISION"
 _NVFP4: Final = ("float", 4)
 _INT4: Final = ("int", 4)
+_AUTO_ROUND: Final = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+"""In whose layout AutoRound writes, by its ``packing_format``."""
 _SECOND: Final = "gptq_v2"
 _SEMANTICS: Final = "weight_scale_semantics"
 _PACKED: Final = (None, "pack-quantized", "mixed-precision")
@@ -229,6 +231,7 @@ def method_of(config: Any) -> Method | None:
     name = str(getattr(name, "value", name) or _unnamed(stated))
     if name == _OURS:
         return None
+    name = _AUTO_ROUND.get(str(stated.get("packing_format")), name) if name == "auto-round" else name
     if name not in METHODS:
         raise UnsupportedModelError(
             f"the checkpoint is quantised as {name[:40]!r}, which is not read: {', '.join(METHODS)} are, GGUF files, "
