@@ -286,6 +286,7 @@ def test_the_planner_says_which_formats_are_slower() -> None:
     assert said.startswith("fp8 is computed at 0.50 of the speed of bfloat16")
     (said,) = format_speed.notes(["fp8", "int4"], "float16", machine)
     assert said.startswith("fp8, int4: predicted as if they were as quick as float16; it has no kernels for them")
+    assert said.endswith("In bfloat16 it has: --dtype bfloat16."), "GPTQ and AWQ are published in float16"
     (said,) = format_speed.notes(["awq"], "bfloat16", machine)
     assert said.startswith("awq: predicted as if they were as quick as bfloat16; that was not measured")
     made = Model("made", (), (), (), True, vocab=8, hidden=8, dtype="bfloat16", item_bytes=2, context_tokens=8)

@@ -97,6 +97,8 @@ def notes(formats: Sequence[str], dtype: str, machine: Machine) -> tuple[str, ..
         why = "that was not measured for this machine."
         if machine.measured and not known:
             why = "it has no kernels for them, so they are unpacked at every step, which is much slower."
+            if dtype == "float16" and "bfloat16" in machine.formats:
+                why += " In bfloat16 it has: --dtype bfloat16."
         found.append(f"{', '.join(unknown)}: predicted as if they were as quick as {dtype}; {why}")
     for name in sorted(set(formats) - set(unknown)):
         times = machine.format_times(dtype, {name: 1.0}, 1)
