@@ -304,16 +304,11 @@ def _held(placement: Placement, host_bytes: int) -> Placement:
     """``placement`` with as many experts in host memory as fit, on a device with memory of its own. (On a CPU they are
     mapped instead.) What is held needs no staging: all of them may fit where fewer do not, and one after another is.
     """
-    if not placement.to_device:
-        return placement
-    whole = replace(placement, held=frozenset(c.name for c in placement.cached))
-    if whole.host_bytes <= host_bytes:
+    whole = replace(placement, held=frozenset(c.name for c in placement.cached if placement.to_device))
+    if not placement.to_device or whole.host_bytes <= host_bytes:
         return whole
     left = list(placement.cached)
-    while left:
-        added = next((c for c in left if _with(placement, c).host_bytes <= host_bytes), None)
-        if added is None:
-            break
+    while added := next((c for c in left if _with(placement, c).host_bytes <= host_bytes), None):
         left.remove(added)
         placement = _with(placement, added)
     return placement
