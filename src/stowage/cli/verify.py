@@ -17,10 +17,12 @@ from stowage.models.files import check_given
 
 if TYPE_CHECKING:
     from stowage.evaluation.parity import Report
+    from stowage.evaluation.same_model import SameModel
     from stowage.evaluation.tasks import Evaluation
 
 _EVAL = "Ask the questions of a file too, with every tier off and on: accuracy and perplexity."
 _FAMILIES = "Instead of MODEL: tiny random models of these families, separated by commas, or `all`."
+_MEASURES = {"median": "median", "rms": "root mean square"}
 _MARKS = {"ok": "ok", "too short to reuse": "-"}
 _PARITY = "Parity: offloading changed no answer."
 _EXACT = "Parity: offloading changed no bit of an answer."
@@ -42,6 +44,9 @@ def verify(
 
     Asks prompts of several lengths with every tier off and on, and compares tokens and log-probabilities. A prompt
     that should have come from a tier and did not fails as well. Exit status 1 without parity.
+
+    The checkpoint is also run by Transformers: the engine must compute the same model, up to the errors of rounding
+    that Transformers has. Damaged weights that both read alike are not found, but for NaN and infinity.
 
     With a budget for weights, all of them are in memory while every tier is off.
 
@@ -134,12 +139,32 @@ def _print_report(model: str, report: "Report") -> None:
             if not case.name.endswith("every tier off")
         ],
     )
-    if (beside := report.model) is not None:
+    if report.model is None:
+        print("Not compared with Transformers, which has no activations in 8 bits: verify without them, too.")
+    else:
+        _print_beside(report.model, report.dtype)
+
+
+def _print_beside(beside: "SameModel", dtype: str) -> None:
+    wide = beside.reference != dtype
+    own = f"in {dtype}" if wide else "from itself, in other pieces or rounded otherwise,"
+    for error in beside.errors:
         print(
-            f"Beside Transformers log-probabilities differ by up to {beside.difference:.1e}; its own differ by "
-            f"{beside.own:.1e} in another order or rounding. "
-            + ("It is the same model." if beside.same else f"IT IS ANOTHER MODEL (the bound is {beside.bound:.1e}).")
+            f"Log-probabilities of {error.part}s, {_MEASURES[error.measure]}: the engine is off by {error.engine:.1e} "
+            f"from Transformers in {beside.reference}, and Transformers {own} by {error.own:.1e}: "
+            + ("as rounding is." if error.small else f"TOO FAR (the bound is {error.bound:.1e}).")
         )
+    if not beside.fits:
+        print("Wrong models may pass: float32, which shows smaller errors, does not fit into memory beside the model.")
+    if not beside.finite:
+        print(
+            f"TRANSFORMERS COMPUTES NO NUMBERS, but NaN or infinity: the checkpoint is damaged, or {dtype} is too "
+            "narrow for it. Download it again, or give --dtype float32."
+        )
+    elif beside.same:
+        print("It is the same model as Transformers'.")
+    else:
+        print("IT IS ANOTHER MODEL THAN TRANSFORMERS'.")
 
 
 def _print_families(reports: "dict[str, Report]") -> None:
@@ -148,11 +173,13 @@ def _print_families(reports: "dict[str, Report]") -> None:
     def row(name: str, report: "Report") -> Sequence[str]:
         found = report.features()
         worst = max(case.max_logprob_difference for case in report.cases)
-        return (name, report.executor, *(_MARKS.get(v := found.get(f, "-"), v) for f in features), f"{worst:.1e}")
+        verdicts = (_MARKS.get(v := found.get(f, "-"), v) for f in features)
+        same = "-" if report.model is None else "ok" if report.model.same else "another model"
+        return (name, report.executor, *verdicts, f"{worst:.1e}", same)
 
     print_table(
         "Tiny random models",
-        ("family", "executor", *features, "logprob diff"),
+        ("family", "executor", *features, "logprob diff", "as Transformers"),
         [row(name, report) for name, report in reports.items()],
     )
 

@@ -15,7 +15,7 @@ import math
 import random
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,14 @@ from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import ConfigError
 from stowage.evaluation import runs, same_model
 from stowage.evaluation.same_model import SameModel
+from stowage.models import loading
 from stowage.models.layout import ModelLayout
 
 NEW_TOKENS = 12
+LONG_TOKENS = 300
 SHARED_PART = 0.6
 _PARAMS = SamplingParams(max_new_tokens=NEW_TOKENS, logprobs=5, ignore_eos=True)
+_SCORED = replace(_PARAMS, prompt_logprobs=5)
 
 OK, SHORT, UNUSED, UNEXPECTED, DIFFERENT = (
     "ok",
@@ -67,7 +70,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All cases; ``seed`` repeats them. ``executor``, ``exact``: as in ``Engine``. ``model``: beside Transformers."""
+    """All cases; ``seed`` repeats them. ``executor``, ``exact``: as in ``Engine``. ``model``: beside Transformers;
+    ``None``: with activations in 8 bits, which Transformers does not have.
+    """
 
     cases: tuple[Case, ...]
     seed: int
@@ -168,11 +173,13 @@ def verify(
                 raise ConfigError(_too_large(engine.parts.layout))
             comparison = _Comparison(computed_in, progress, exact)
             comparison.cold(engine, scenarios)
-            model_of_engine = engine.model
-        progress("Transformers")
-        same = same_model.compare(model_of_engine, comparison.answers(scenarios))  # it has its own attention again
-        del model_of_engine, engine
-        comparison.allow(same.bound)
+            progress("Transformers")
+            scored = _scored(engine, scenarios, seed)
+            device, piece_tokens = engine.model.device, _piece_tokens(engine)
+        del engine  # its weights, before others are there
+        loaded = partial(_loaded, model, device=device)
+        same = same_model.compare(loaded, scored, computed.get("dtype") or "auto", piece_tokens=piece_tokens)
+        comparison.allow(same.tolerance)
         with opened(tiered) as engine:
             engine.forget_costs(for_good=True)  # loaded even if computing is quicker, as of tiny models
             for scenario in scenarios:
@@ -184,7 +191,33 @@ def verify(
                 engine.forget_costs(for_good=True)
                 for scenario in scenarios:
                     comparison.after_restart(engine, scenario, tier)
-    return Report(tuple(comparison.cases), seed, computed_in, executor, exact, same)
+    beside = None if computed.get("int8_activations") else same  # no rounding of Transformers' is like it
+    return Report(tuple(comparison.cases), seed, computed_in, executor, exact, beside)
+
+
+def _loaded(model: str | Path, dtype: str, device: Any) -> Any:
+    """As Transformers runs it."""
+    return loading.load(model, dtype, device=device).model
+
+
+def _scored(engine: Engine, scenarios: Iterable[Scenario], seed: int) -> list[tuple[tuple[int, ...], Completion]]:
+    """Prompts and answers with log-probabilities of all tokens. One prompt more is long, whatever a chunk has."""
+    draw = random.Random(seed + 1)
+    long = max(2, min(LONG_TOKENS, engine.sequence_tokens_max - NEW_TOKENS))
+    asked = [s.prompt.tokens for s in scenarios]
+    asked.append(tuple(draw.randrange(engine.parts.layout.vocab) for _ in range(long)))
+    found = []
+    for tokens in asked:
+        engine.drop_device_cache()
+        found.append((tokens, engine.generate([list(tokens)], _SCORED)[0]))
+    return found
+
+
+def _piece_tokens(engine: Engine) -> int:
+    """Of a prompt, that ``engine`` computes at once; 0: any number."""
+    if engine.exact and not engine.parts.layout.continues:
+        return 1
+    return 0 if engine.parts.pieces.whole else engine.parts.pieces.grid
 
 
 class _Comparison:
@@ -199,10 +232,6 @@ class _Comparison:
         self._expected: dict[tuple[int, ...], Completion] = {}
         self._from_device: dict[tuple[int, ...], Completion] = {}
         self.cases: list[Case] = []
-
-    def answers(self, scenarios: Iterable[Scenario]) -> list[tuple[tuple[int, ...], Completion]]:
-        """Prompts, and what was answered with every tier off."""
-        return [(s.prompt.tokens, self._expected[s.prompt.tokens]) for s in scenarios]
 
     def allow(self, difference: float) -> None:
         """Allow log-probabilities to differ by ``difference``, for an engine whose answers are not exact."""
