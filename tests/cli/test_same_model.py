@@ -1,5 +1,6 @@
 """What ``stowage verify`` says of a model beside Transformers: wrong ones are found in bfloat16, right ones pass."""
 
+import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable
@@ -179,3 +180,33 @@ def test_weights_that_are_no_numbers_are_told(call: Stowage, tmp_path: Path) -> 
     nowhere_a_number(path, "model.layers.1.mlp.up_proj.weight", (0, 0))
     said = call("verify", path, "--kv-cache-memory", "8MiB")
     assert said.exit_code == 2 and "the model computes NaN, and no number, in bfloat16" in said.stderr
+
+
+def hub_cache(path: Path, cache: Path) -> Path:
+    """The files of ``path`` as the hub's client keeps them: large ones are called by another digest."""
+    snapshot, blobs = cache / "models--a--b" / "snapshots" / "0a1b", cache / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in path.iterdir():
+        content = file.read_bytes()
+        large = file.suffix == ".safetensors"
+        digest = hashlib.sha256(content) if large else hashlib.sha1(b"blob %d\0" % len(content) + content)
+        (blobs / digest.hexdigest()).write_bytes(content)
+        (snapshot / file.name).symlink_to(f"../../blobs/{digest.hexdigest()}")
+    return snapshot
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_damaged_file_of_a_hub_cache_is_told(name: str, call: Stowage, tmp_path: Path) -> None:
+    """One bit of a weight, and a number of the config: both sides would read the same."""
+    snapshot = hub_cache(tiny_models.write("llama", tmp_path / "model", dtype="bfloat16"), tmp_path / "hub")
+    flags = ("--kv-cache-memory", "8MiB", "--block-size", "4", "--chunk-blocks", "2", "--seed", "1")
+    files = sum(file.suffix in (".json", ".safetensors") for file in snapshot.iterdir())
+    said = call("verify", snapshot, *flags)
+    assert said.exit_code == 0 and f"{files} files of the checkpoint have the digests" in said.stdout, said.output
+    blob = (snapshot / name).resolve()
+    content = bytearray(blob.read_bytes())
+    content[-3] ^= 1
+    blob.write_bytes(content)
+    said = call("verify", snapshot, *flags)
+    assert said.exit_code == 2 and f"{name} is damaged: its digest is not the one" in said.stderr, said.output

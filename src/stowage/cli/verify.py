@@ -46,7 +46,8 @@ def verify(
     that should have come from a tier and did not fails as well. Exit status 1 without parity.
 
     The checkpoint is also run by Transformers: the engine must compute the same model, up to the errors of rounding
-    that Transformers has. Damaged weights that both read alike are not found, but for NaN and infinity.
+    that Transformers has. Damaged weights, which both read alike, are found in a hub cache by the hub's digests, and
+    elsewhere only if they give NaN or infinity.
 
     With a budget for weights, all of them are in memory while every tier is off.
 
@@ -139,6 +140,8 @@ def _print_report(model: str, report: "Report") -> None:
             if not case.name.endswith("every tier off")
         ],
     )
+    if report.hub_files:
+        print(f"{report.hub_files} files of the checkpoint have the digests that the hub stated.")
     if report.model is None:
         print("Not compared with Transformers, which has no activations in 8 bits: verify without them, too.")
     else:

@@ -28,7 +28,8 @@ from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import ConfigError
 from stowage.evaluation import runs, same_model
 from stowage.evaluation.same_model import SameModel
-from stowage.models import loading
+from stowage.models import hub, loading
+from stowage.models.blobs import check_blobs
 from stowage.models.layout import ModelLayout
 
 NEW_TOKENS = 12
@@ -71,7 +72,8 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Report:
     """All cases; ``seed`` repeats them. ``executor``, ``exact``: as in ``Engine``. ``model``: beside Transformers;
-    ``None``: with activations in 8 bits, which Transformers does not have.
+    ``None``: with activations in 8 bits, which Transformers does not have. ``hub_files``: files of the checkpoint that
+    were compared with the hub's digests.
     """
 
     cases: tuple[Case, ...]
@@ -80,6 +82,7 @@ class Report:
     executor: str = "paged"
     exact: bool = False
     model: SameModel | None = None
+    hub_files: int = 0
 
     @property
     def tiers(self) -> bool:
@@ -120,6 +123,7 @@ class Report:
             "dtype": self.dtype,
             "executor": self.executor,
             "exact": self.exact,
+            "hub_files": self.hub_files,
             "cases": [asdict(case) for case in self.cases],
         }
 
@@ -158,6 +162,7 @@ def verify(
     """Compare; where the engine's answers are exact nothing may differ by a bit. ``progress`` is told each case's name;
     ``computed``: how, as ``Engine`` takes it. Raises whatever opening the engine raises.
     """
+    hub_files = check_blobs(hub.find(str(model)))
     opened = partial(runs.opened, model, computed=computed)
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     with runs.temporary_directory() as directory:
@@ -192,7 +197,7 @@ def verify(
                 for scenario in scenarios:
                     comparison.after_restart(engine, scenario, tier)
     beside = None if computed.get("int8_activations") else same  # no rounding of Transformers' is like it
-    return Report(tuple(comparison.cases), seed, computed_in, executor, exact, beside)
+    return Report(tuple(comparison.cases), seed, computed_in, executor, exact, beside, hub_files)
 
 
 def _loaded(model: str | Path, dtype: str, device: Any) -> Any:
