@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -39,7 +40,9 @@ sys.exit(int(connection.recv(64)))
 
 
 def serve(path: str) -> None:
-    """The process with everything imported: one fork watches each connection, and forks the program itself."""
+    """The process with everything imported: one fork watches each connection, and forks the program itself. When
+    standard input ends, who started it is gone, however that ended: it goes too, with all of its forks.
+    """
     for name in ("torch", "transformers", "stowage.cli.app", "stowage.engine.engine", "stowage.server.serve"):
         importlib.import_module(name)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -48,6 +51,8 @@ def serve(path: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print("ready", flush=True)
     while True:
+        if 0 in select.select([listener, 0], [], [])[0]:
+            os.killpg(0, signal.SIGKILL)
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -138,7 +143,7 @@ class Forge:
             program.chmod(0o755)
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from tests.docs.forked import serve; serve({path!r})"],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"},
             cwd=ROOT,
