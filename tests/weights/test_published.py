@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import stowage
 from stowage import BudgetError, CheckpointError, Engine, Memory, SamplingParams, UnsupportedModelError
 from stowage.evaluation import pack as packing
+from stowage.executor.determinism.pieces import no_kernels_reason
 from stowage.models import loading
 from stowage.planner import format_speed
 from stowage.planner.machine import INT8, TYPICAL_CPU
@@ -250,6 +251,26 @@ def test_it_is_run_in_another_type_which_the_model_says_it_has(name: str, tmp_pa
     offloaded = stowage.offload(published, weights="*=stream", torch_dtype=torch.float32)
     assert torch.equal(logits(offloaded, prompt()), logits(model, prompt()))
     offloaded.stowage.close()
+
+
+def test_one_that_says_float16_is_run_where_there_are_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By an engine on a CPU, in float32: most checkpoints of GPTQ and AWQ say float16. A script gets what they say."""
+    published, _ = files.write("llama", tmp_path, *METHODS["awq-64"][1:])
+    config = json.loads((published / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    model = loading.load(published).model
+    assert model.dtype is torch.float32 and "run in float32: config.json says float16" in caplog.text
+    assert read_model(published).dtype == "float32" and read_model(published).total_bytes == taken_by(model)
+    with Engine(published, Memory(kv_cache_memory="8MiB")) as engine:
+        assert engine.exact and not no_kernels_reason(engine.model)
+    offloaded = stowage.offload(published, weights="*=stream")
+    assert offloaded.dtype is loading.load(published, "float16").model.dtype is torch.float16
+    offloaded.stowage.close()
+    assert read_model(published, on_cpu=False).dtype == read_model(published, "float16").dtype == "float16"
+    monkeypatch.setenv("STOWAGE_PURE_PYTHON", "1")
+    assert read_model(published).dtype == "float16" and loading.load(published).model.dtype is torch.float16
 
 
 @pytest.mark.parametrize("name", mostly_rare(["fp8", "mixtral-fp8", "gpt_oss-mxfp4"], ["fp8"]))

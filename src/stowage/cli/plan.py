@@ -89,6 +89,8 @@ def plan(
     )
     budgets = _budgets(found, model, device_memory, host_memory, disk)
     on = _machine(machine)
+    if on.has_device:
+        found = read_model(gguf or model, dtype, on_cpu=False)
     if found.formats or int8_activations:
         found = _with_formats(found, on, int8=int8_activations)
     solution = solve(found, on, budgets, work)

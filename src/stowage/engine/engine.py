@@ -61,7 +61,8 @@ class Engine:
     Args:
         model: checkpoint directory, hub id, or a Transformers causal model in memory (then give its ``tokenizer`` for
         text prompts). memory: the budgets; see ``Memory``.
-        dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
+        dtype: ``auto`` (the checkpoint's own; on a CPU ``float32`` for a quantised one in ``float16``, which has no
+            kernels there), ``float32``, ``bfloat16`` or ``float16``.
         device: what it computes on: ``cpu``, ``cuda``, ``cuda:1``; empty: where a model in memory lies, else ``cpu``
         (``docs/internals.md#cuda``).
         deterministic: do not open where answers cannot be exact, which is the same to the bit however a prompt's state

@@ -86,7 +86,8 @@ def load(
     if (gguf := gguf_file.file_in(directory)) is not None:
         found = _of_gguf(gguf, dtype, options or {}, model_class)
     else:
-        found = _of_directory(directory, dtype, options or {}, model_class, whole)
+        on_cpu = not whole and (device is None or device.type == "cpu")
+        found = _of_directory(directory, dtype, options or {}, model_class, whole, on_cpu)
     part = found.part
     if not whole:
         layout.refuse_unsupported(part.config)
@@ -121,11 +122,13 @@ class _Found:
     spans: Mapping[str, Sequence[Span]] | None = None
 
 
-def _of_directory(directory: Path, dtype: str, options: Mapping[str, Any], model_class: Any, whole: bool) -> _Found:
+def _of_directory(
+    directory: Path, dtype: str, options: Mapping[str, Any], model_class: Any, whole: bool, on_cpu: bool
+) -> _Found:
     files = check_files(directory)
     part = whole_part(directory, config_of(directory / "config.json"), model_class) if whole else part_of(directory)
     files = _packed_files(directory, part.config, files)
-    found = _of_published(directory, files, part, dtype, options)
+    found = _of_published(directory, files, part, dtype, options, on_cpu=on_cpu)
     if found is not None:
         return found
     build = partial(load_model, directory, part, dtype, options)
@@ -133,7 +136,7 @@ def _of_directory(directory: Path, dtype: str, options: Mapping[str, Any], model
 
 
 def _of_published(
-    directory: Path, files: Sequence[Path], part: TextPart, dtype: str, options: Mapping[str, Any]
+    directory: Path, files: Sequence[Path], part: TextPart, dtype: str, options: Mapping[str, Any], *, on_cpu: bool
 ) -> _Found | None:
     """A checkpoint that others quantised, as it lies; ``None`` where there is none, or where only Transformers can make
     numbers of it, which take memory, or an image.
@@ -143,22 +146,32 @@ def _of_published(
     from stowage.models.published.checkpoint import dtype_of, expandable, finish, plan_of, refuse_unsaid
     from stowage.models.published.method import method_of
     from stowage.weights.quantized.modules import marked
+    from stowage.weights.quantized.published import run_in
 
     method = method_of(part.config)
     if method is None:
         if not marked(part.config):
             refuse_unsaid(directory, files)
         return None
-    stated = dtype_of(part.config, files, dtype)
+    meant = dtype_of(part.config, files)
+    stated = run_in(meant, dtype, on_cpu=on_cpu)
     try:
         plan = plan_of(files, part, method, getattr(torch, stated))
     except UnsupportedModelError as error:
         if not expandable(files, method):
             raise
         logger.warning(
-            "The weights are expanded to %s, because they cannot be computed from as they lie: %s", stated, error
+            "The weights are expanded to %s, because they cannot be computed from as they lie: %s",
+            meant if dtype == "auto" else dtype,
+            error,
         )
         return None
+    if dtype == "auto" and stated != meant:
+        logger.warning(
+            "It is run in %s: config.json says %s, for which there are no kernels. --dtype bfloat16 may be quicker; "
+            "--dtype %s runs it as it says, and slowly.",
+            *(stated, meant, meant),
+        )
     named = [directory / "config.json", *files]
     build = partial(load_planned, directory, part, plan, stated, options)
     reads = partial(load_tokenizer, directory)

@@ -27,14 +27,16 @@ if TYPE_CHECKING:
 _WAY_OUT = "With the checkpoint's *.safetensors files beside config.json any model's sizes are read from their headers."
 
 
-def read_model(path: str | Path, dtype: str = "auto") -> Model:
-    """The model in a directory, or of a config file, as it is in memory when it is run in ``dtype``.
+def read_model(path: str | Path, dtype: str = "auto", *, on_cpu: bool = True) -> Model:
+    """The model in a directory, or of a config file, as it is in memory when it is run in ``dtype``; ``on_cpu``: with
+    the kernels that there are for one.
 
     Raises ``CheckpointError``, ``UnsupportedModelError``, ``ConfigError``.
     """
     from stowage.models.directory import part_of, refuse_absurd
     from stowage.models.hub import find_config, find_gguf
     from stowage.models.layout import refuse_unsupported
+    from stowage.weights.quantized.published import run_in
 
     gguf = _gguf(find_gguf(str(path)) or Path(path).expanduser(), dtype)
     if gguf is not None:
@@ -52,8 +54,10 @@ def read_model(path: str | Path, dtype: str = "auto") -> Model:
         if not tensors:
             raise type(error)(f"{error} {_WAY_OUT}") from error
         return headers.measured(headers.plain(fields, tensors, chosen), tensors, stored)
+    if is_published := fields.packed_as not in ("", PACKED):
+        chosen = run_in(chosen, dtype, on_cpu=on_cpu)
     model = shape(part.config, chosen)
-    if fields.packed_as not in ("", PACKED):
+    if is_published:
         return _published(model, part, weight_files(directory) if tensors else [])
     if model.tied and headers.has_head(tensors) and _own_head(part, weight_files(directory), chosen):
         model = replace(model, tied=False)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from stowage.native import is_wanted
 from stowage.weights.checkpoint import Checkpoint, Span, read_segments
 from stowage.weights.grouping import looks_up
 from stowage.weights.offloaded_parameter import nan_placeholder
@@ -150,6 +151,16 @@ class Plan:
         """What Transformers is given to load: values, and in the place of what is kept what shows nothing."""
         shown = {name: nan_placeholder(part.shape, part.dtype) for name, part in self.tensors().items()}
         return {**shown, **self.values}
+
+
+def run_in(stated: str, asked: str, *, on_cpu: bool) -> str:
+    """The type that a quantised checkpoint is run in: as ``asked``, or where that is ``auto`` as it is ``stated``. The
+    kernels of a CPU know no float16: float32 instead of it rounds no more, and is many times as quick as unpacking the
+    weights at every step.
+    """
+    if asked != "auto":
+        return asked
+    return "float32" if stated == "float16" and on_cpu and is_wanted() else stated
 
 
 def fill(model: Any, files: Sequence[Path], spans: Mapping[str, Sequence[Span]], memory: ResidentMemory) -> None:
