@@ -13,7 +13,9 @@ import pytest
 
 from stowage import Engine, Memory, PrefixCache, SamplingParams
 from stowage.cache.store import TieredStore
+from stowage.engine import shutdown
 from stowage.executor.replay.cache import ReplayCache
+from stowage.models import probing
 from stowage.storage.disk import DiskTier
 from stowage.storage.disk.system import ThreadWorkerPool
 from stowage.testing import tiny_models
@@ -122,6 +124,23 @@ def test_an_engine_that_is_dropped(tmp_path: Path) -> None:
     with pytest.warns(ResourceWarning, match="an Engine was dropped"):
         del engine
     assert held() == before
+
+
+@pytest.mark.filterwarnings("ignore:an Engine was dropped:ResourceWarning")
+def test_an_engine_that_is_collected_where_a_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while another one is being opened: garbage is collected there, too."""
+    before, engines = held(), [opened(tmp_path)]
+    monkeypatch.setattr(shutdown, "_DROPPED_S", 2.0)
+
+    def collect() -> None:
+        with probing._lock:
+            engines.clear()
+
+    opening = threading.Thread(target=collect, daemon=True)
+    opening.start()
+    opening.join(60)
+    assert not opening.is_alive()
+    wait_until(lambda: held() == before, "the end of an engine that was collected")
 
 
 @pytest.mark.filterwarnings("ignore:an Engine was dropped:ResourceWarning")

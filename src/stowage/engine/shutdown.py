@@ -49,17 +49,22 @@ class Shutdown:
                 self._give_back(until_s)
 
     def dropped(self) -> None:
-        """Nobody refers to the engine any more, nor to a request of it. That may be noticed on its own thread, which
-        cannot wait for itself.
+        """Nobody refers to the engine any more, nor to a request of it. Garbage is collected anywhere, so this thread
+        may hold a lock that closing needs, and cannot do it itself; it waits for the one that does, but not for ever.
+        The engine's own thread, for which that one waits, does not.
         """
         if self._loop.is_taken_apart or os.getpid() != self._process:
             return
         what = "an Engine was dropped without close(): close it, or open it in a `with` statement"
         warnings.warn(what, ResourceWarning, stacklevel=3)
-        if threading.current_thread() is self._loop.thread:
-            threading.Thread(target=self.close, args=(_DROPPED_S,), name="stowage-engine-end").start()
-        else:
+        closing = threading.Thread(target=self.close, args=(_DROPPED_S,), name="stowage-engine-end")
+        try:
+            closing.start()
+        except RuntimeError:  # the process ends: no threads are started, and nothing else runs
             self.close(_DROPPED_S)
+            return
+        if threading.current_thread() is not self._loop.thread:
+            closing.join(_DROPPED_S)
 
     def _give_back(self, until_s: float) -> None:
         parts = self._parts
