@@ -89,7 +89,7 @@ def plan(
     )
     budgets = _budgets(found, model, device_memory, host_memory, disk)
     on = _machine(machine)
-    if on.has_device:
+    if on.has_device and dtype == "auto":
         found = read_model(gguf or model, dtype, on_cpu=False)
     if found.formats or int8_activations:
         found = _with_formats(found, on, int8=int8_activations)

@@ -70,13 +70,6 @@ class Error:
         """Never with a NaN."""
         return self.engine <= self.bound
 
-    @property
-    def share(self) -> float:
-        """Of the bound; infinite with a NaN."""
-        if self.small:
-            return self.engine / self.bound if self.bound else 0.0
-        return self.engine / self.bound if self.engine > self.bound > 0 else float("inf")
-
 
 @dataclass(frozen=True, slots=True)
 class SameModel:
@@ -94,11 +87,6 @@ class SameModel:
     @property
     def same(self) -> bool:
         return self.finite and all(error.small for error in self.errors)
-
-    @property
-    def worst(self) -> Error:
-        """The one that is nearest to its bound, or furthest beyond it."""
-        return max(self.errors, key=lambda error: error.share)
 
     def as_json(self) -> dict[str, Any]:
         errors = [asdict(error) | {"small": error.small} for error in self.errors]

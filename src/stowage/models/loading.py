@@ -153,27 +153,25 @@ def _of_published(
         if not marked(part.config):
             refuse_unsaid(directory, files)
         return None
-    meant = dtype_of(part.config, files)
-    stated = run_in(meant, dtype, on_cpu=on_cpu)
+    meant = dtype_of(part.config, files, dtype)
+    chosen = run_in(meant, dtype, on_cpu=on_cpu)
     try:
-        plan = plan_of(files, part, method, getattr(torch, stated))
+        plan = plan_of(files, part, method, getattr(torch, chosen))
     except UnsupportedModelError as error:
         if not expandable(files, method):
             raise
         logger.warning(
-            "The weights are expanded to %s, because they cannot be computed from as they lie: %s",
-            meant if dtype == "auto" else dtype,
-            error,
+            "The weights are expanded to %s, because they cannot be computed from as they lie: %s", meant, error
         )
         return None
-    if dtype == "auto" and stated != meant:
+    if chosen != meant:
         logger.warning(
             "It is run in %s: config.json says %s, for which there are no kernels. --dtype bfloat16 may be quicker; "
             "--dtype %s runs it as it says, and slowly.",
-            *(stated, meant, meant),
+            *(chosen, meant, meant),
         )
     named = [directory / "config.json", *files]
-    build = partial(load_planned, directory, part, plan, stated, options)
+    build = partial(load_planned, directory, part, plan, chosen, options)
     reads = partial(load_tokenizer, directory)
     return _Found(part, files, named, lambda: finish(build(), directory), reads, plan.spans)
 

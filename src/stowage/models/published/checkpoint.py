@@ -53,8 +53,12 @@ def meta_model(part: TextPart, dtype: torch.dtype) -> Any:
         return kind(config)
 
 
-def dtype_of(config: Any, files: Sequence[Path]) -> str:
-    """What a model is meant to be run in: what the config says, or the type of most weights that are not quantised."""
+def dtype_of(config: Any, files: Sequence[Path], asked: str) -> str:
+    """What a model is meant to be run in: as ``asked``, or of ``auto`` what the config says, or the type of most other
+    weights.
+    """
+    if asked != "auto":
+        return asked
     stated = getattr(config, "dtype", None)
     if stated is not None:
         return str(stated).removeprefix("torch.")
