@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +195,13 @@ def rewrite(directory: Path, tensors: Mapping[str, Tensor] | None = None, **entr
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
     return directory
+
+
+def put_routers(directories: Iterable[Path], ending: str, dtype: torch.dtype) -> None:
+    """The same random numbers of ``dtype`` in all checkpoints, as routers, whose names have the ``ending``."""
+    for directory in directories:
+        state = load_file(directory / "model.safetensors")
+        torch.manual_seed(0)
+        routers = {n: torch.randn(t.shape).to(dtype) for n, t in sorted(state.items()) if n.endswith(ending)}
+        assert routers
+        rewrite(directory, state | routers)

@@ -241,25 +241,6 @@ def test_projections_that_a_tool_has_taken_apart_are_told_as_such(tmp_path: Path
         loading.load(published)
 
 
-@pytest.mark.parametrize("stored", mostly_rare([torch.float16, torch.float32], [torch.float32]))
-def test_routers_of_another_type_than_is_run_are_computed_with(stored: torch.dtype, tmp_path: Path) -> None:
-    """DeepSeek's, GLM's and others make them float32 themselves at every step."""
-    directories = files.write("deepseek_v3", tmp_path, *int4(32))
-    for directory in directories:
-        state = load_file(directory / "model.safetensors")
-        torch.manual_seed(0)
-        routers = {n: torch.randn(t.shape).to(stored) for n, t in sorted(state.items()) if n.endswith("gate.weight")}
-        assert routers
-        files.rewrite(directory, state | routers)
-    published, plain = directories
-    expected = said(plain)
-    assert said(published) == expected
-    assert said(published, "*=stream") == expected
-    assert read_model(published).total_bytes == sum(
-        tensor.nbytes for tensor in loading.load(published).model.state_dict().values()
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "entries", "lost"),
     [
