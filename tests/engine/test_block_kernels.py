@@ -114,6 +114,21 @@ def test_scales_of_infinity_give_what_dequantized_weights_give(instructions: Non
         assert torch.equal(found, kernels.linear(x[:count], plain)) and bool(found[:, ::2].isinf().all())
 
 
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"])
+def test_every_half_is_a_scale(instructions: None, name: str) -> None:
+    """Numbers of all of them may be looked up."""
+    spec = Spec(name, 512, 4096)
+    parts = parts_of(spec)
+    (blocks,) = parts.values()
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(spec.outputs, -1, 1)
+    blocks.view(torch.uint8).view(spec.outputs, -1, spec.format.nbytes)[..., :2] = halves.view(torch.uint8)
+    expected = kernels.linear(x := torch.randn(9, spec.inputs).bfloat16(), dequantized(spec, parts, torch.bfloat16))
+    assert int(expected[0].isfinite().sum()) == 496  # all but those of no numbers
+    for rows in (1, 2, 4, 7, 9):
+        found = kernels.linear_blocks(x[:rows], BlockMatrix(spec, parts, torch.bfloat16))
+        assert torch.equal(found.nan_to_num(7), expected[:rows].nan_to_num(7)), rows
+
+
 @pytest.mark.parametrize("name", ["fp8", "f16"])
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_every_short_float(instructions: None, name: str, dtype: torch.dtype) -> None:

@@ -4,8 +4,8 @@
  * dynamic_avx2_tiles.h.
  */
 /* Inputs of 8 bits are not multiplied with these, but with AVX2 their numbers are made alike. */
+#define AVX2_NOT_LINEAR(OF) OF(IQ4_NL, iq4_nl, 72, 1, BIASED, LARGE)
 #define AVX2_LOOKED_UP(OF)                                                                                             \
-    OF(IQ4_NL, iq4_nl, 72, 1, BIASED, LARGE)                                                                           \
     OF(IQ4_XS, iq4_xs, 136, 2, BIASED, LARGE)                                                                          \
     OF(NVFP4, nvfp4, 64, 1, TWO, SIGNED)
 #define AVX2_SIGNED(OF)                                                                                                \
@@ -138,7 +138,7 @@ typedef struct {
     [FORMAT] = {B, P, K, S, {avx2_few_##format##1, avx2_few_##format##2, avx2_few_##format##4}, avx2_lay_##format},
 #define ONLY_NUMBERS(FORMAT, format, B, P, K, S) [FORMAT] = {.bytes = B, .per = P, .kind = K, .size = S},
 static const Avx2Ways avx2_ways[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF)
-                                                AVX2_LOOKED_UP(ONLY_NUMBERS) AVX2_SIGNED(ONLY_NUMBERS)};
+                                                AVX2_NOT_LINEAR(ONLY_NUMBERS) AVX2_LOOKED_UP(ONLY_NUMBERS) AVX2_SIGNED(ONLY_NUMBERS)};
 #undef ONLY_NUMBERS
 #undef OF
 

@@ -7,6 +7,7 @@
 #include "dynamic_avx2.h"
 #include "dynamic_avx2_tiles.h"
 #include "tables_avx2.h"
+#include "blocks_avx2.h"
 #include "numbers_avx2.h"
 #include "linear_avx2.h"
 #endif

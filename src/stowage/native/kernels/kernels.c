@@ -19,6 +19,7 @@
 #define CAN_F16C 1 /* every processor with AVX2 has it */
 #endif
 #include <immintrin.h>
+#include <pthread.h>
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #define LANES 8

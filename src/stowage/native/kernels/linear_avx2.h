@@ -88,6 +88,9 @@ static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_
     Avx2Piece pieces[4];
     if (job->format == FP8 || job->format == F16)
         return avx2_decode_floats(job, &row, k, end, to);
+    const Avx2BlockWays *ways = avx2_blocks_of(job);
+    if (ways != NULL)
+        return ways->fill(row.w + k / DYNAMIC_BLOCK * ways->bytes, blocks, to) ? 0 : blocks * DYNAMIC_BLOCK;
     if (!avx2_has_numbers(job) || !avx2_ready(job, &row, k, blocks, job->form != FLOAT32, scales, more))
         return 0;
     int count = avx2_pieces(job, k, blocks * DYNAMIC_BLOCK, pieces);
@@ -132,13 +135,11 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
     int count = known->count;
     for (int i = 0; i < 2; i++) {
         int64_t own = n + (i < wide ? i : 0);
-        if (!AT_BEGIN(job->format)) {
-            Coded coded = coded_row(job, own);
-            if (EXACT(job->format))
-                avx2_scales(job, &coded, k, depth / DYNAMIC_BLOCK, room[i], room[2 + i]);
-            else if (!avx2_ready(job, &coded, k, depth / DYNAMIC_BLOCK, 1, room[i], room[2 + i]))
-                return 0;
-        }
+        Coded coded = coded_row(job, own);
+        if (EXACT(job->format))
+            avx2_scales(job, &coded, k, depth / DYNAMIC_BLOCK, room[i], room[2 + i]);
+        else if (!avx2_ready(job, &coded, k, depth / DYNAMIC_BLOCK, 1, room[i], room[2 + i]))
+            return 0;
         int copied = left != 2 || own + 1 == job->outputs; /* else the next row's bytes are read, not used */
         for (int p = 0; p < count; p++)
             at[p][i] = avx2_brought(job, pieces + p, own, copied, brought[p][i]);
@@ -157,8 +158,7 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
                 memcpy(edge + r * DYNAMIC_GROUP, x + r * x_row, (size_t)left * 128);
             x = edge, x_row = DYNAMIC_GROUP;
         }
-        if (!way->dots[rows - 1](x, x_row, at[p], half ? 0 : pieces[p].count, (int)half, scales, kept))
-            return 0;
+        way->dots[rows - 1](x, x_row, at[p], half ? 0 : pieces[p].count, (int)half, scales, kept);
     }
     for (int64_t i = 0; i < 2 * rows; i++) {
         float *to = (float *)job->y + (row + i / 2) * job->outputs + n + i % 2, sum = avx2_total(kept[i]);

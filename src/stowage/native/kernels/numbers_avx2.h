@@ -155,8 +155,8 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
 }
 
 /* `blocks` blocks of one output as numbers; and R rows of x times groups of two outputs, and then maybe half a group, whose
- * columns of sums go on. `own`: scales as of `avx2_ready`, then what lies beside them; in products those that blocks begin with
- * are read there, and 0 is returned where one is no number. Of half a group codes are read as of a whole one. */
+ * columns of sums go on. `own`: scales as of `avx2_ready`, then what lies beside them. Of half a group codes are read as of a whole
+ * one. Products of blocks that begin with their scale: blocks_avx2.h. */
 #define NUMBERS(FORMAT, format, BYTES, PER, KIND, SIZE)                                                                \
     static void avx2_fill_##format(const uint8_t *at, int64_t blocks, const float *own, const float *more, int rounded,\
                                    float *to)                                                                          \
@@ -178,11 +178,10 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
         }                                                                                                              \
     }
 #define DOTS(FORMAT, format, BYTES, PER, KIND, SIZE, R)                                                                \
-    static int avx2_dots_##format##R(const float *x, int64_t x_row, const uint8_t *const at[2], int64_t groups, int half,\
-                                     const float *const scales[4], __m256 *kept)                                       \
+    static void avx2_dots_##format##R(const float *x, int64_t x_row, const uint8_t *const at[2], int64_t groups, int half,\
+                                      const float *const scales[4], __m256 *kept)                                      \
     {                                                                                                                  \
-        __m256 sums[R][2], odd = _mm256_setzero_ps();                                                                  \
-        float here[16];                                                                                                \
+        __m256 sums[R][2];                                                                                             \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             sums[r][0] = kept[2 * r], sums[r][1] = kept[2 * r + 1];                                                    \
         for (int64_t g = 0; g < groups + half; g++, x += DYNAMIC_GROUP) {                                              \
@@ -190,14 +189,6 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
             UNROLLED for (int r = 0; r < R; r++) {                                                                     \
                 rows[r] = x + r * x_row;                                                                               \
                 FROM_HERE(rows[r]);                                                                                    \
-            }                                                                                                          \
-            if (AT_BEGIN(FORMAT)) {                                                                                    \
-                const uint8_t *first = at[0] + g * BYTES, *second = at[1] + g * BYTES;                                 \
-                __m256 own = avx2_halves_of(first, second, BYTES / 4);                                                 \
-                __m256 least = KIND == LEAST ? avx2_halves_of(first + 2, second + 2, BYTES / 4) : own;                 \
-                odd = _mm256_or_ps(odd, _mm256_or_ps(_mm256_sub_ps(own, own), _mm256_sub_ps(least, least)));           \
-                _mm256_storeu_ps(here, _mm256_mul_ps(own, _mm256_set1_ps(AVX2_LARGER)));                               \
-                _mm256_storeu_ps(here + 8, _mm256_mul_ps(least, _mm256_set1_ps(AVX2_LARGER * (KIND == LEAST ? 1 : LESS(FORMAT, SIZE)))));\
             }                                                                                                          \
             UNROLLED for (int p = 0; p < 2; p++) {                                                                     \
                 __m256i dealt[2][2] UNUSED;                                                                            \
@@ -211,13 +202,11 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
                 }                                                                                                      \
                 UNROLLED for (int b = 2 * p; b < 2 * p + 2; b++)                                                       \
                     UNROLLED for (int c = 0; c < 2; c++) {                                                             \
-                        float own = AT_BEGIN(FORMAT) ? here[4 * c + b] : scales[c][4 * g + b];                         \
-                        float more = AT_BEGIN(FORMAT) ? here[8 + 4 * c + b] : scales[2 + c][4 * g + b];                \
+                        float own = scales[c][4 * g + b], more = scales[2 + c][4 * g + b];                             \
                         FROM_HERE(own_at[c]);                                                                          \
                         UNROLLED for (int i = 0; i < 4; i++) {                                                         \
                             __m256 value = NUMBER(FORMAT, format, PER, KIND, SIZE, own_at[c], dealt[c][b % 2], own, more);\
-                            if (!EXACT(FORMAT))                                                                        \
-                                value = avx2_nearest_half(value);                                                      \
+                            value = avx2_nearest_half(value);                                                          \
                             UNROLLED for (int r = 0; r < R; r++)                                                       \
                                 sums[r][c] = _mm256_fmadd_ps(_mm256_loadu_ps(rows[r] + b * DYNAMIC_BLOCK + 8 * i), value,\
                                                              sums[r][c]);                                              \
@@ -227,7 +216,6 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
         }                                                                                                              \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             kept[2 * r] = sums[r][0], kept[2 * r + 1] = sums[r][1];                                                    \
-        return _mm256_testz_si256((__m256i)odd, (__m256i)odd);                                                         \
     }
 /* From 8 `i` on of block b of group g. */
 #define NUMBER(FORMAT, format, PER, KIND, SIZE, at, dealt, own, more)                                                  \
@@ -248,9 +236,9 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
 #define LESS(FORMAT, SIZE) (-((SIZE) == MEDIUM ? 128.0f : 0) - (float)dynamic_formats[FORMAT].bias)
 /* Powers of two times numbers of two bits. */
 #define EXACT(FORMAT) ((FORMAT) == MXFP4 || (FORMAT) == MXFP4_BLOCK)
-DYNAMIC_BEGINS(NUMBERS) DYNAMIC_SUPER(NUMBERS) DYNAMIC_PACKED4(NUMBERS) AVX2_BY_TABLE(NUMBERS) AVX2_SIGNED(NUMBERS)
+DYNAMIC_BEGINS(NUMBERS) AVX2_NOT_LINEAR(NUMBERS) DYNAMIC_SUPER(NUMBERS) DYNAMIC_PACKED4(NUMBERS) AVX2_BY_TABLE(NUMBERS) AVX2_SIGNED(NUMBERS)
 #define OF(...) DOTS(__VA_ARGS__, 1) DOTS(__VA_ARGS__, 2)
-DYNAMIC_BEGINS(OF) DYNAMIC_SUPER(OF) DYNAMIC_PACKED4(OF) AVX2_SIGNED(OF)
+DYNAMIC_SUPER(OF) DYNAMIC_PACKED4(OF) AVX2_SIGNED(OF)
 #undef OF
 #undef DEAL_SIGNED
 #undef DEAL_LARGE
@@ -266,10 +254,12 @@ DYNAMIC_BEGINS(OF) DYNAMIC_SUPER(OF) DYNAMIC_PACKED4(OF) AVX2_SIGNED(OF)
 
 typedef struct {
     void (*fill)(const uint8_t *, int64_t, const float *, const float *, int, float *);
-    int (*dots[2])(const float *, int64_t, const uint8_t *const *, int64_t, int, const float *const *, __m256 *);
+    void (*dots[AVX2_ROWS])(const float *, int64_t, const uint8_t *const *, int64_t, int, const float *const *, __m256 *);
 } Avx2Numbers;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
     [FORMAT] = {avx2_fill_##format, {avx2_dots_##format##1, avx2_dots_##format##2}},
-static const Avx2Numbers avx2_numbers_of[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_PACKED4(OF) DYNAMIC_IN_TURN(OF)
-                                                           AVX2_LOOKED_UP(OF) AVX2_SIGNED(OF)};
+#define ONLY_FILLED(FORMAT, format, B, P, K, S) [FORMAT] = {avx2_fill_##format, {NULL}},
+static const Avx2Numbers avx2_numbers_of[FORMATS_END + 1] = {
+    DYNAMIC_BEGINS(ONLY_FILLED) AVX2_NOT_LINEAR(ONLY_FILLED) DYNAMIC_SUPER(OF) DYNAMIC_PACKED4(OF) AVX2_BY_TABLE(OF) AVX2_SIGNED(OF)};
+#undef ONLY_FILLED
 #undef OF

@@ -56,7 +56,7 @@ static inline ALWAYS Avx2Table avx2_table_of_fp4(__m256 scale, int rounded)
     return (Avx2Table){_mm256_shuffle_epi8(sizes, which), _mm256_xor_si256(high, sign)};
 }
 
-/* Of scales as of `avx2_table_of_eights`: codes less a zero point, or what they mean in IQ4. */
+/* Of scales as of `avx2_table_of_eights`: codes less a zero point, or what they mean in IQ4_XS. */
 static inline ALWAYS Avx2Table avx2_table_of(int format, __m256 scale, __m256 zero)
 {
     __m256i first, second, byte = _mm256_set1_epi16(255);
@@ -78,7 +78,6 @@ static inline ALWAYS Avx2Table avx2_table_of(int format, __m256 scale, __m256 ze
 static inline ALWAYS __m128i avx2_bytes_of(int format, const uint8_t *at, int64_t g, int b)
 {
     int64_t from = format == MXFP4_BLOCK ? 68 * g + 17 * b + 1
-                   : format == IQ4_NL    ? 72 * g + 18 * b + 2
                    : format == IQ4_XS    ? g / 2 * 136 + g % 2 * 64 + 8 + 16 * b
                                          : 64 * g + 16 * b;
     return _mm_loadu_si128((const __m128i *)(at + from));
@@ -110,7 +109,7 @@ static inline int avx2_are_eights(const float *zeros, int64_t groups)
 }
 
 /* As the others of numbers_avx2.h; blocks of INT4_WORDS with the same scale and zero point have one table, those of NVFP4 two. */
-static inline ALWAYS int avx2_dots_by_table(int format, int rows, const float *x, int64_t x_row, const uint8_t *const at[2],
+static inline ALWAYS void avx2_dots_by_table(int format, int rows, const float *x, int64_t x_row, const uint8_t *const at[2],
                                             int64_t groups, int half, const float *const scales[4], __m256 *kept)
 {
     int turns = format == INT4_WORDS || format == MXFP4 || format == NVFP4, words = format == INT4_WORDS;
@@ -167,13 +166,12 @@ static inline ALWAYS int avx2_dots_by_table(int format, int rows, const float *x
         kept[2 * r] = _mm256_permute2f128_ps(sums[r][0], sums[r][1], 0x20);
         kept[2 * r + 1] = _mm256_permute2f128_ps(sums[r][0], sums[r][1], 0x31);
     }
-    return 1;
 }
 #define DOTS(FORMAT, format, R)                                                                                        \
-    static int avx2_dots_##format##R(const float *x, int64_t x_row, const uint8_t *const at[2], int64_t groups, int half,\
+    static void avx2_dots_##format##R(const float *x, int64_t x_row, const uint8_t *const at[2], int64_t groups, int half,\
                                      const float *const scales[4], __m256 *kept)                                       \
     {                                                                                                                  \
-        return avx2_dots_by_table(FORMAT, R, x, x_row, at, groups, half, scales, kept);                                \
+        avx2_dots_by_table(FORMAT, R, x, x_row, at, groups, half, scales, kept);                                \
     }
 #define OF(FORMAT, format, B, P, K, S) DOTS(FORMAT, format, 1) DOTS(FORMAT, format, 2)
 AVX2_BY_TABLE(OF)
