@@ -1,8 +1,9 @@
-/* Products of up to eight rows with weights in blocks of 32 that begin with their scale, a half, with AVX2.
+/* Products of a few rows with weights in blocks of 32 with AVX2: GGUF's that begin with their scale, and codes of 4 bits whose
+ * scales, of whole blocks, lie elsewhere.
  *
- * Where numbers depend on a code and that half alone, those of a half are rounded to bfloat16 once in a process, and looked up: of
- * SmolLM2 in Q4_0, 757 halves are those of 99 % of all blocks, and their numbers take 24 KB. The two bytes of a number are looked up
- * by themselves, and joined:
+ * Where numbers depend on a code and a scale of 16 or 8 bits alone, those of a scale are rounded to bfloat16 once in a process, and
+ * looked up: of SmolLM2 in Q4_0, 757 scales are those of 99 % of all blocks, and their numbers take 24 KB. Those of other groups are
+ * rounded once for all of a group. The two bytes of a number are looked up by themselves, and joined:
  *
  *     codes      0  8  1  9  2 10  3 11   16 24 ...    4 12  5 13  6 14  7 15   20 28 ...    bytes of two halves of a register
  *     bfloat16   0  8  1  9  2 10  3 11                4 12  5 13  6 14  7 15                and others of 16 and so on
@@ -10,8 +11,11 @@
  */
 
 /* Of `AVX2_LARGER` see tables_avx2.h. */
-#define AVX2_BLOCKS(OF)                                                                                                \
-    OF(Q8_0, q8_0, 34) OF(Q4_0, q4_0, 18) OF(IQ4_NL, iq4_nl, 18) OF(Q4_1, q4_1, 20) OF(Q5_0, q5_0, 22) OF(Q5_1, q5_1, 24)
+#define AVX2_SCALED(OF)                                                                                                \
+    OF(Q8_0, q8_0, 34) OF(Q4_0, q4_0, 18) OF(IQ4_NL, iq4_nl, 18) OF(Q4_1, q4_1, 20) OF(Q5_0, q5_0, 22) OF(Q5_1, q5_1, 24) \
+    OF(MXFP4_BLOCK, mxfp4_block, 17)
+#define AVX2_GROUPED(OF) OF(MXFP4, mxfp4, 16) OF(INT4_WORDS, int4, 16)
+#define AVX2_HAS_GROUPS(FORMAT) ((FORMAT) == MXFP4 || (FORMAT) == INT4_WORDS)
 
 /* The low and high bytes of bfloat16 of 16 codes. */
 typedef struct {
@@ -21,43 +25,46 @@ typedef struct {
 enum { AVX2_HALVES = 1 << 16 };
 static struct {
     float floats[AVX2_HALVES];
-    Avx2Kept q4_0[AVX2_HALVES], iq4_nl[AVX2_HALVES], q5_0[2 * AVX2_HALVES];
+    Avx2Kept q4_0[AVX2_HALVES], iq4_nl[AVX2_HALVES], q5_0[2 * AVX2_HALVES], fp4[256];
 } avx2_kept;
 
-static void avx2_keep(Avx2Kept *to, const int8_t *values, float scale)
+static void avx2_keep(Avx2Kept *to, const float *values, float scale)
 {
     for (int code = 0; code < 16; code++) {
-        uint16_t number = float_half((float)values[code] * scale);
+        uint16_t number = float_half(values[code] * scale);
         to->low[code] = (uint8_t)number;
         to->high[code] = (uint8_t)(number >> 8);
     }
 }
 
 /* What formats need of this, made when it is first asked for. */
-#define KEEP(name, HALF)                                                                                               \
+#define KEEP(name, COUNT, OF_SCALE)                                                                                    \
     static void avx2_keep_##name(void)                                                                                 \
     {                                                                                                                  \
-        int8_t codes[32];                                                                                              \
+        float codes[32], curve[16];                                                                                    \
         for (int i = 0; i < 32; i++)                                                                                   \
-            codes[i] = (int8_t)(i - 16);                                                                               \
-        for (int half = 0; half < AVX2_HALVES; half++) {                                                               \
-            float scale = half_float((uint16_t)half);                                                                  \
-            HALF;                                                                                                      \
+            codes[i] = (float)(i - 16), curve[i / 2] = not_linear[i / 2];                                              \
+        for (int i = 0; i < COUNT; i++) {                                                                              \
+            float scale = COUNT == 256 ? power_of((uint8_t)i) : half_float((uint16_t)i);                               \
+            OF_SCALE;                                                                                                  \
         }                                                                                                              \
-        (void)codes;                                                                                                   \
+        (void)codes, (void)curve;                                                                                      \
     }                                                                                                                  \
     static void avx2_have_##name(void)                                                                                 \
     {                                                                                                                  \
         static pthread_once_t once = PTHREAD_ONCE_INIT;                                                                \
         pthread_once(&once, avx2_keep_##name);                                                                         \
     }
-KEEP(q4_0, avx2_keep(avx2_kept.q4_0 + half, codes + 8, scale))
-KEEP(iq4_nl, avx2_keep(avx2_kept.iq4_nl + half, not_linear, scale))
-KEEP(q5_0, avx2_keep(avx2_kept.q5_0 + 2 * half, codes, scale); avx2_keep(avx2_kept.q5_0 + 2 * half + 1, codes + 16, scale))
-KEEP(q8_0, avx2_kept.floats[half] = scale)
+KEEP(q4_0, AVX2_HALVES, avx2_keep(avx2_kept.q4_0 + i, codes + 8, scale))
+KEEP(iq4_nl, AVX2_HALVES, avx2_keep(avx2_kept.iq4_nl + i, curve, scale))
+KEEP(q5_0, AVX2_HALVES, avx2_keep(avx2_kept.q5_0 + 2 * i, codes, scale); avx2_keep(avx2_kept.q5_0 + 2 * i + 1, codes + 16, scale))
+KEEP(q8_0, AVX2_HALVES, avx2_kept.floats[i] = scale)
+KEEP(mxfp4, 256, avx2_keep(avx2_kept.fp4 + i, fp4_values, scale))
 #undef KEEP
 #define avx2_have_q4_1 avx2_have_q8_0
 #define avx2_have_q5_1 avx2_have_q8_0
+#define avx2_have_mxfp4_block avx2_have_mxfp4
+#define avx2_have_int4 NULL
 
 /* The codes 0 to 31 themselves. */
 static const Avx2Kept avx2_codes[2] = {
@@ -72,11 +79,13 @@ typedef struct {
     __m256i order, shifts, four_bits, upper;
 } Avx2Held;
 
-static inline ALWAYS Avx2Held avx2_hold(void)
+/* Of blocks whose bytes have a code of the first 16 and one of the others; or neighbours, which `take_turns`. */
+static inline ALWAYS Avx2Held avx2_hold(int take_turns)
 {
-    long long first = 0x0b030a0209010800, second = 0x0f070e060d050c04;
-    Avx2Held held = {_mm256_setr_epi64x(first, first, second, second), _mm256_setr_epi64x(0, 4, 0, 4), _mm256_set1_epi8(15),
-                     _mm256_set1_epi32((int)0xffff0000)};
+    __m256i order = _mm256_setr_epi64x(0x0b030a0209010800, 0x0b030a0209010800, 0x0f070e060d050c04, 0x0f070e060d050c04);
+    if (take_turns)
+        order = _mm256_setr_epi64x(0x0501050104000400, 0x0d090d090c080c08, 0x0703070306020602, 0x0f0b0f0b0e0a0e0a);
+    Avx2Held held = {order, _mm256_setr_epi64x(0, 4, 0, 4), _mm256_set1_epi8(15), _mm256_set1_epi32((int)0xffff0000)};
     SETTLE(held.order);
     SETTLE(held.shifts);
     SETTLE(held.four_bits);
@@ -97,6 +106,14 @@ static inline ALWAYS void avx2_looked_up(const Avx2Held *held, const Avx2Kept *k
 {
     __m256i v = _mm256_srlv_epi64(_mm256_shuffle_epi8(avx2_twice(codes), held->order), held->shifts);
     v = _mm256_and_si256(v, held->four_bits);
+    avx2_joined(held, _mm256_shuffle_epi8(avx2_twice(kept->low), v), _mm256_shuffle_epi8(avx2_twice(kept->high), v), to);
+}
+
+/* Where codes take turns. */
+static inline ALWAYS void avx2_looked_up_in_turn(const Avx2Held *held, const Avx2Kept *kept, const uint8_t *codes, __m256 to[4])
+{
+    __m256i v = _mm256_shuffle_epi8(avx2_twice(codes), held->order);
+    v = _mm256_and_si256(_mm256_blend_epi16(v, _mm256_srli_epi16(v, 4), 0xaa), held->four_bits);
     avx2_joined(held, _mm256_shuffle_epi8(avx2_twice(kept->low), v), _mm256_shuffle_epi8(avx2_twice(kept->high), v), to);
 }
 
@@ -125,8 +142,10 @@ static inline ALWAYS void avx2_with_least(const uint8_t *at, __m256 to[4])
         to[i] = avx2_nearest_half(_mm256_fmadd_ps(to[i], scale, least));
 }
 
-/* The numbers of a block. */
-#define OF(format) static inline ALWAYS void avx2_of_block_##format(const Avx2Held *held UNUSED, const uint8_t *at, __m256 to[4])
+/* The numbers of a block, of a group whose numbers are `own`. */
+#define OF(format)                                                                                                     \
+    static inline ALWAYS void avx2_of_block_##format(const Avx2Held *held UNUSED, const Avx2Kept *own UNUSED, const uint8_t *at,  \
+                                                     __m256 to[4])
 OF(q8_0)
 {
     __m256 scale = _mm256_broadcast_ss(avx2_kept.floats + read_short(at)), large = _mm256_mul_ps(scale, _mm256_set1_ps(AVX2_LARGER));
@@ -145,6 +164,21 @@ OF(q4_0)
 OF(iq4_nl)
 {
     avx2_looked_up(held, avx2_kept.iq4_nl + read_short(at), at + 2, to);
+}
+
+OF(mxfp4_block)
+{
+    avx2_looked_up(held, avx2_kept.fp4 + at[0], at + 1, to);
+}
+
+OF(mxfp4)
+{
+    avx2_looked_up_in_turn(held, own, at, to);
+}
+
+OF(int4)
+{
+    avx2_looked_up_in_turn(held, own, at, to);
 }
 
 OF(q5_0)
@@ -177,25 +211,51 @@ static inline ALWAYS unsigned avx2_is_odd(const uint8_t *half)
      : (FORMAT) == Q4_1 || (FORMAT) == Q5_1 ? avx2_is_odd(at) | avx2_is_odd((at) + 2)                                  \
                                                : 0)
 
-/* R rows of x times `blocks` blocks of C outputs, whose columns of sums go on; see linear.h for the order of sums. Not 0: a scale
+/* Of a scale that is 2^16 times as large: codes less a zero point, which is a whole number. */
+static inline ALWAYS void avx2_numbers_of_group(float scale, const float *zero, Avx2Kept *to)
+{
+    __m256 less = _mm256_cvtepi32_ps((__m256i)_mm256_broadcast_ss(zero)), own = _mm256_set1_ps(scale), byte = (__m256)_mm256_set1_epi16(255);
+    __m256 first = _mm256_mul_ps(_mm256_sub_ps(_mm256_setr_ps(0, 1, 2, 3, 8, 9, 10, 11), less), own);
+    __m256 second = _mm256_mul_ps(_mm256_sub_ps(_mm256_setr_ps(4, 5, 6, 7, 12, 13, 14, 15), less), own);
+    __m256i halves = avx2_pack_halves(avx2_nearest_half(first), avx2_nearest_half(second));
+    __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(halves, (__m256i)byte), _mm256_srli_epi16(halves, 8));
+    _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(bytes, 0xd8));
+}
+
+/* Numbers of groups of the first output, of the next `apart` ones behind, and so on; or scales that are powers of two. Of the
+ * first of some blocks that of group `first` / 2^shift. */
+typedef struct {
+    const Avx2Kept *numbers;
+    const uint8_t *powers;
+    int64_t apart, first;
+    int shift;
+} Avx2Groups;
+
+static inline ALWAYS const Avx2Kept *avx2_group(int format, Avx2Groups groups, int output)
+{
+    int64_t at = output * groups.apart + (groups.first >> groups.shift);
+    return format == MXFP4 ? avx2_kept.fp4 + groups.powers[at] : format == INT4_WORDS ? groups.numbers + at : NULL;
+}
+
+/* R rows of x times `blocks` blocks of C outputs, as columns of sums; see linear.h for the order of sums. Not 0: a scale
  * was no number. */
 #define PRODUCTS(FORMAT, format, BYTES, R, C)                                                                          \
     static unsigned avx2_blocks_##format##R##C(const float *from, int64_t x_row, const uint8_t *at, int64_t w_row, int64_t blocks, \
-                                               __m256 *kept)                                                           \
+                                               Avx2Groups groups UNUSED, __m256 *kept)                                 \
     {                                                                                                                  \
         unsigned odd = 0;                                                                                              \
-        Avx2Held held = avx2_hold();                                                                                   \
+        Avx2Held held = avx2_hold(AVX2_HAS_GROUPS(FORMAT));                                                            \
         __m256 sums[C][R];                                                                                             \
         const float *x[R];                                                                                             \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             x[r] = from + r * x_row;                                                                                   \
         UNROLLED for (int i = 0; i < R * C; i++)                                                                       \
-            sums[i / R][i % R] = kept[i];                                                                              \
-        for (; blocks > 0; blocks--, at += BYTES) {                                                                    \
+            sums[i / R][i % R] = _mm256_setzero_ps();                                                                  \
+        for (; blocks > 0; blocks--, at += BYTES, groups.first++) {                                                    \
             UNROLLED for (int c = 0; c < C; c++) {                                                                     \
                 const uint8_t *own = at + c * w_row;                                                                   \
                 __m256 numbers[4];                                                                                     \
-                avx2_of_block_##format(&held, own, numbers);                                                           \
+                avx2_of_block_##format(&held, avx2_group(FORMAT, groups, c), own, numbers);                            \
                 FETCH_FAR(own + AVX2_AHEAD);                                                                           \
                 odd |= ODD(FORMAT, own);                                                                               \
                 UNROLLED for (int r = 0; r < R; r++) {                                                                 \
@@ -216,86 +276,73 @@ static inline ALWAYS unsigned avx2_is_odd(const uint8_t *half)
     static unsigned avx2_fill_blocks_##format(const uint8_t *at, int64_t blocks, float *to)                            \
     {                                                                                                                  \
         unsigned odd = 0;                                                                                              \
-        Avx2Held held = avx2_hold();                                                                                   \
+        Avx2Held held = avx2_hold(0);                                                                                  \
         for (; blocks > 0; blocks--, at += BYTES, to += DYNAMIC_BLOCK) {                                               \
             __m256 numbers[4];                                                                                         \
-            avx2_of_block_##format(&held, at, numbers);                                                                \
+            avx2_of_block_##format(&held, NULL, at, numbers);                                                          \
             odd |= ODD(FORMAT, at);                                                                                    \
             UNROLLED for (int i = 0; i < 4; i++)                                                                       \
                 _mm256_storeu_ps(to + 8 * i, numbers[i]);                                                              \
         }                                                                                                              \
         return odd;                                                                                                    \
     }
-AVX2_BLOCKS(FILL)
+AVX2_SCALED(FILL)
 #undef FILL
 
-#define ONE(...) PRODUCTS(__VA_ARGS__, 1)
 #define OF(...)                                                                                                        \
-    ONE(__VA_ARGS__, 1) ONE(__VA_ARGS__, 2) ONE(__VA_ARGS__, 3) ONE(__VA_ARGS__, 4) ONE(__VA_ARGS__, 5)                \
-    ONE(__VA_ARGS__, 6) ONE(__VA_ARGS__, 7) ONE(__VA_ARGS__, 8) PRODUCTS(__VA_ARGS__, 1, 4) PRODUCTS(__VA_ARGS__, 2, 2)    \
-    PRODUCTS(__VA_ARGS__, 3, 2) PRODUCTS(__VA_ARGS__, 4, 2)
-AVX2_BLOCKS(OF)
+    PRODUCTS(__VA_ARGS__, 1, 1) PRODUCTS(__VA_ARGS__, 2, 1) PRODUCTS(__VA_ARGS__, 3, 1) PRODUCTS(__VA_ARGS__, 4, 1)    \
+    PRODUCTS(__VA_ARGS__, 1, 4) PRODUCTS(__VA_ARGS__, 2, 2) PRODUCTS(__VA_ARGS__, 3, 2) PRODUCTS(__VA_ARGS__, 4, 2)
+AVX2_SCALED(OF) AVX2_GROUPED(OF)
 #undef OF
-#undef ONE
 #undef PRODUCTS
 #undef ODD
 
-/* Of one output and 1 to 8 rows; and of more outputs, of one row four, and of 2 to 4 rows two. */
-typedef unsigned (*Avx2Blocks)(const float *, int64_t, const uint8_t *, int64_t, int64_t, __m256 *);
+/* Of 1 to 4 rows and one output; and of more outputs, of one row four, and of others two. */
+typedef unsigned (*Avx2Blocks)(const float *, int64_t, const uint8_t *, int64_t, int64_t, Avx2Groups, __m256 *);
 typedef struct {
     int bytes;
     void (*have)(void);
-    unsigned (*fill)(const uint8_t *, int64_t, float *);
-    Avx2Blocks one[FEW], wide[4];
+    unsigned (*fill)(const uint8_t *, int64_t, float *); /* NULL: numbers_avx2.h has it */
+    Avx2Blocks one[4], wide[4];
 } Avx2BlockWays;
-#define OF(FORMAT, format, BYTES)                                                                                      \
-    [FORMAT] = {BYTES, avx2_have_##format, avx2_fill_blocks_##format,                                                                      \
-                {avx2_blocks_##format##11, avx2_blocks_##format##21, avx2_blocks_##format##31, avx2_blocks_##format##41, \
-                 avx2_blocks_##format##51, avx2_blocks_##format##61, avx2_blocks_##format##71, avx2_blocks_##format##81}, \
+#define WAYS(FORMAT, format, BYTES, FILL)                                                                              \
+    [FORMAT] = {BYTES, avx2_have_##format, FILL,                                                                       \
+                {avx2_blocks_##format##11, avx2_blocks_##format##21, avx2_blocks_##format##31, avx2_blocks_##format##41}, \
                 {avx2_blocks_##format##14, avx2_blocks_##format##22, avx2_blocks_##format##32, avx2_blocks_##format##42}},
-static const Avx2BlockWays avx2_block_ways[FORMATS_END] = {AVX2_BLOCKS(OF)};
-#undef OF
+#define SCALED(FORMAT, format, BYTES) WAYS(FORMAT, format, BYTES, avx2_fill_blocks_##format)
+#define GROUPED(FORMAT, format, BYTES) WAYS(FORMAT, format, BYTES, NULL)
+static const Avx2BlockWays avx2_block_ways[FORMATS_END] = {AVX2_SCALED(SCALED) AVX2_GROUPED(GROUPED)};
+#undef GROUPED
+#undef SCALED
+#undef WAYS
 #undef avx2_have_q4_1
 #undef avx2_have_q5_1
+#undef avx2_have_mxfp4_block
+#undef avx2_have_int4
 
-/* How numbers of a format are made so, if they are, and rounded. Tables are there then. */
-static const Avx2BlockWays *avx2_blocks_of(const Linear *job)
+/* How many blocks have a scale in common, as a power of two; -1: of these it is not known. */
+static int avx2_shared_by(const Linear *job)
+{
+    int64_t shift = 0, e8m0 = job->kind == SCALES_E8M0;
+    if (job->inputs % DYNAMIC_BLOCK != 0 || e8m0 != (job->format == MXFP4) || (job->format == MXFP4 && job->group != DYNAMIC_BLOCK))
+        return -1;
+    while (shift < 5 && DYNAMIC_BLOCK << shift < job->group)
+        shift++;
+    return job->group < job->inputs && job->group % (DYNAMIC_BLOCK << shift) != 0 ? -1 : (int)shift;
+}
+
+/* How so many rows are multiplied with a format so, if they are, and its numbers made, which are rounded. Tables are there then.
+ * Numbers of small groups are not looked up often enough by one row, and those of many rows are made once, elsewhere. */
+static const Avx2BlockWays *avx2_blocks_of(const Linear *job, int64_t rows)
 {
     const Avx2BlockWays *ways = avx2_block_ways + job->format;
     if (job->form == FLOAT32 || job->format >= FORMATS_END || ways->bytes == 0)
         return NULL;
-    ways->have();
+    if (AVX2_HAS_GROUPS(job->format) && avx2_shared_by(job) < (job->format == INT4_WORDS && rows == 1))
+        return NULL;
+    if (job->format == INT4_WORDS && rows > 4)
+        return NULL;
+    if (ways->have != NULL)
+        ways->have();
     return ways;
-}
-
-/* Of more than four rows so many inputs are multiplied with so many outputs, while they are in the nearest cache. */
-enum { AVX2_NEAR = 256, AVX2_STRIP = 12 };
-
-/* All rows, from `row` on, times outputs [n, n + count). 0: a scale is no number. */
-static int avx2_blocks(const Linear *job, const Avx2BlockWays *ways, int64_t row, int64_t rows, int64_t n, int64_t count)
-{
-    int64_t wide = rows == 1 ? 4 : rows <= 4 ? 2 : 1, most = rows > 4 ? AVX2_NEAR : DEPTH;
-    Avx2Blocks of_wide = rows <= 4 ? ways->wide[rows - 1] : ways->one[rows - 1];
-    __m256 sums[AVX2_STRIP * FEW];
-    unsigned odd = 0;
-    for (int64_t k = 0, step; k < job->inputs; k += step) {
-        step = job->inputs - k < most ? job->inputs - k : most;
-        if (k % DEPTH == 0)
-            for (int64_t i = 0; i < count * rows; i++)
-                sums[i] = _mm256_setzero_ps();
-        for (int64_t c = 0, some; c < count; c += some) {
-            some = count - c < wide ? 1 : wide;
-            odd |= (some == wide ? of_wide : ways->one[rows - 1])(
-                (const float *)job->x + row * job->x_row + k, job->x_row,
-                (const uint8_t *)job->w + (n + c) * job->w_row + k / DYNAMIC_BLOCK * ways->bytes, job->w_row, step / DYNAMIC_BLOCK,
-                sums + c * rows);
-        }
-        if ((k + step) % DEPTH != 0 && k + step < job->inputs)
-            continue;
-        for (int64_t i = 0; i < count * rows; i++) {
-            float *to = (float *)job->y + (row + i % rows) * job->outputs + n + i / rows, sum = avx2_total(sums[i]);
-            *to = k < DEPTH ? sum : *to + sum;
-        }
-    }
-    return !odd;
 }

@@ -154,13 +154,16 @@ static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
     for (int64_t row = 0; row < job->rows; row += PANEL) {
         int64_t rows = job->rows - row < PANEL ? job->rows - row : PANEL;
 #if LANES == 8
-        const Avx2BlockWays *ways = rows <= FEW ? avx2_blocks_of(job) : NULL;
+        const Avx2BlockWays *ways = rows <= FEW ? avx2_blocks_of(job, rows) : NULL;
         if (ways != NULL) {
             for (int64_t n = begin, count; n < end; n += count) {
                 count = end - n < AVX2_STRIP ? end - n : AVX2_STRIP;
-                int done = avx2_blocks(job, ways, row, rows, n, count);
-                for (int64_t k = 0; !done && k < job->inputs; k += DEPTH)
-                    NAME(strip)(job, row, rows, n, (int)count, 1, k, scratch);
+                for (int64_t r = 0, some; r < rows; r += some) {
+                    some = rows - r < 4 ? rows - r : 4;
+                    int done = avx2_blocks(job, ways, row + r, some, n, count);
+                    for (int64_t k = 0; !done && k < job->inputs; k += DEPTH)
+                        NAME(strip)(job, row + r, some, n, (int)count, 1, k, scratch);
+                }
             }
             continue;
         }

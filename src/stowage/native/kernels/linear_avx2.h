@@ -88,8 +88,8 @@ static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_
     Avx2Piece pieces[4];
     if (job->format == FP8 || job->format == F16)
         return avx2_decode_floats(job, &row, k, end, to);
-    const Avx2BlockWays *ways = avx2_blocks_of(job);
-    if (ways != NULL)
+    const Avx2BlockWays *ways = avx2_blocks_of(job, 1);
+    if (ways != NULL && ways->fill != NULL)
         return ways->fill(row.w + k / DYNAMIC_BLOCK * ways->bytes, blocks, to) ? 0 : blocks * DYNAMIC_BLOCK;
     if (!avx2_has_numbers(job) || !avx2_ready(job, &row, k, blocks, job->form != FLOAT32, scales, more))
         return 0;
@@ -107,7 +107,7 @@ static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_
  * made once and read again. */
 static int avx2_has_dots(const Linear *job, int64_t rows)
 {
-    return rows <= AVX2_ROWS && job->form != FLOAT32 && avx2_has_numbers(job);
+    return rows <= AVX2_ROWS && job->form != FLOAT32 && avx2_has_numbers(job) && avx2_numbers_of[job->format].dots[0] != NULL;
 }
 
 /* The pieces of inputs from k on: of short rows those of one output are those of all. */
@@ -136,9 +136,7 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
     for (int i = 0; i < 2; i++) {
         int64_t own = n + (i < wide ? i : 0);
         Coded coded = coded_row(job, own);
-        if (EXACT(job->format))
-            avx2_scales(job, &coded, k, depth / DYNAMIC_BLOCK, room[i], room[2 + i]);
-        else if (!avx2_ready(job, &coded, k, depth / DYNAMIC_BLOCK, 1, room[i], room[2 + i]))
+        if (!avx2_ready(job, &coded, k, depth / DYNAMIC_BLOCK, 1, room[i], room[2 + i]))
             return 0;
         int copied = left != 2 || own + 1 == job->outputs; /* else the next row's bytes are read, not used */
         for (int p = 0; p < count; p++)
@@ -166,6 +164,49 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
             *to = k == 0 ? sum : *to + sum;
     }
     return 1;
+}
+enum { AVX2_STRIP = 12, AVX2_GROUPS = DEPTH / DYNAMIC_BLOCK };
+
+/* Numbers of the groups of output n, from input k on, which begins one. 0: see `avx2_ready`. */
+static int avx2_groups_of(const Linear *job, int64_t n, int64_t k, int64_t blocks, int shift, Avx2Kept *to)
+{
+    Coded row = coded_row(job, n);
+    float scales[AVX2_GROUPS], zeros[AVX2_GROUPS];
+    if (!avx2_ready(job, &row, k, blocks, 1, scales, zeros))
+        return 0;
+    for (int64_t b = 0; b < blocks; b += 1 << shift)
+        avx2_numbers_of_group(scales[b], zeros + b, to++);
+    return 1;
+}
+
+/* Up to four rows, from `row` on, times outputs [n, n + count), of a format of blocks_avx2.h. 0: a scale is not for these. */
+static int avx2_blocks(const Linear *job, const Avx2BlockWays *ways, int64_t row, int64_t rows, int64_t n, int64_t count)
+{
+    int64_t most = rows == 1 ? 4 : 2;
+    Avx2Kept numbers[AVX2_STRIP * AVX2_GROUPS];
+    int words = job->format == INT4_WORDS, powers = job->format == MXFP4;
+    Avx2Groups groups = {.apart = powers ? job->inputs / DYNAMIC_BLOCK : AVX2_GROUPS, .shift = words ? avx2_shared_by(job) : 0};
+    unsigned odd = 0;
+    for (int64_t k = 0; k < job->inputs; k += DEPTH) {
+        int64_t blocks = (job->inputs - k < DEPTH ? job->inputs - k : DEPTH) / DYNAMIC_BLOCK;
+        for (int64_t c = 0; words && c < count; c++)
+            if (!avx2_groups_of(job, n + c, k, blocks, groups.shift, numbers + c * AVX2_GROUPS))
+                return 0;
+        for (int64_t c = 0, wide; c < count; c += wide) {
+            __m256 sums[8];
+            wide = count - c < most ? 1 : most;
+            groups.numbers = numbers + c * AVX2_GROUPS;
+            groups.powers = powers ? coded_row(job, n + c).scales + k / DYNAMIC_BLOCK : NULL;
+            odd |= (wide == most ? ways->wide : ways->one)[rows - 1](
+                (const float *)job->x + row * job->x_row + k, job->x_row,
+                (const uint8_t *)job->w + (n + c) * job->w_row + k / DYNAMIC_BLOCK * ways->bytes, job->w_row, blocks, groups, sums);
+            for (int64_t i = 0; i < wide * rows; i++) {
+                float *to = (float *)job->y + (row + i % rows) * job->outputs + n + c + i / rows, sum = avx2_total(sums[i]);
+                *to = k == 0 ? sum : *to + sum;
+            }
+        }
+    }
+    return !odd;
 }
 #undef EXACT
 #undef LESS

@@ -236,7 +236,9 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
 #define LESS(FORMAT, SIZE) (-((SIZE) == MEDIUM ? 128.0f : 0) - (float)dynamic_formats[FORMAT].bias)
 /* Powers of two times numbers of two bits. */
 #define EXACT(FORMAT) ((FORMAT) == MXFP4 || (FORMAT) == MXFP4_BLOCK)
-DYNAMIC_BEGINS(NUMBERS) AVX2_NOT_LINEAR(NUMBERS) DYNAMIC_SUPER(NUMBERS) DYNAMIC_PACKED4(NUMBERS) AVX2_BY_TABLE(NUMBERS) AVX2_SIGNED(NUMBERS)
+#define AVX2_FILLED(OF)                                                                                                \
+    DYNAMIC_BEGINS(OF) AVX2_NOT_LINEAR(OF) OF(MXFP4, mxfp4, 64, 1, BIASED, MEDIUM) OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED, MEDIUM)
+AVX2_FILLED(NUMBERS) DYNAMIC_SUPER(NUMBERS) DYNAMIC_PACKED4(NUMBERS) AVX2_BY_TABLE(NUMBERS) AVX2_SIGNED(NUMBERS)
 #define OF(...) DOTS(__VA_ARGS__, 1) DOTS(__VA_ARGS__, 2)
 DYNAMIC_SUPER(OF) DYNAMIC_PACKED4(OF) AVX2_SIGNED(OF)
 #undef OF
@@ -260,6 +262,7 @@ typedef struct {
     [FORMAT] = {avx2_fill_##format, {avx2_dots_##format##1, avx2_dots_##format##2}},
 #define ONLY_FILLED(FORMAT, format, B, P, K, S) [FORMAT] = {avx2_fill_##format, {NULL}},
 static const Avx2Numbers avx2_numbers_of[FORMATS_END + 1] = {
-    DYNAMIC_BEGINS(ONLY_FILLED) AVX2_NOT_LINEAR(ONLY_FILLED) DYNAMIC_SUPER(OF) DYNAMIC_PACKED4(OF) AVX2_BY_TABLE(OF) AVX2_SIGNED(OF)};
+    AVX2_FILLED(ONLY_FILLED) DYNAMIC_SUPER(OF) DYNAMIC_PACKED4(OF) AVX2_BY_TABLE(OF) AVX2_SIGNED(OF)};
+#undef AVX2_FILLED
 #undef ONLY_FILLED
 #undef OF

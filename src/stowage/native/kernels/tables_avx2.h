@@ -17,7 +17,7 @@ static inline ALWAYS __m256 avx2_nearest_half(__m256 larger)
     return _mm256_sub_ps(larger, _mm256_fnmadd_ps(larger, _mm256_set1_ps(1 / AVX2_LARGER), larger));
 }
 
-#define AVX2_BY_TABLE(OF) DYNAMIC_IN_TURN(OF) OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED, MEDIUM) AVX2_LOOKED_UP(OF)
+#define AVX2_BY_TABLE(OF) OF(INT4_WORDS, int4, 64, 1, BIASED, SMALL) AVX2_LOOKED_UP(OF)
 
 /* The low and high bytes of bfloat16. */
 typedef struct {
@@ -42,14 +42,12 @@ static inline ALWAYS Avx2Table avx2_table_of_eights(__m256 scale)
     return (Avx2Table){_mm256_shuffle_epi8(sizes, which), _mm256_xor_si256(high, sign)};
 }
 
-/* Of halves of scales, powers of two or else to be `rounded`: codes of FP4, of which the last eight are the first ones negated. */
-static inline ALWAYS Avx2Table avx2_table_of_fp4(__m256 scale, int rounded)
+/* Of halves of such scales: codes of FP4, of which the last eight are the first ones negated. */
+static inline ALWAYS Avx2Table avx2_table_of_fp4(__m256 scale)
 {
     __m256 small = _mm256_mul_ps(_mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3), scale);
     __m256 large = _mm256_mul_ps(_mm256_setr_ps(4, 6, 8, 12, 4, 6, 8, 12), scale);
-    if (rounded)
-        small = avx2_nearest_half(small), large = avx2_nearest_half(large);
-    __m256i sizes = avx2_pack_halves(small, large);
+    __m256i sizes = avx2_pack_halves(avx2_nearest_half(small), avx2_nearest_half(large));
     __m256i which = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14));
     __m256i sign = _mm256_broadcastsi128_si256(_mm_set_epi64x((long long)0x8080808080808080, 0));
     __m256i high = _mm256_shuffle_epi8(sizes, _mm256_or_si256(which, _mm256_set1_epi8(1)));
@@ -77,9 +75,7 @@ static inline ALWAYS Avx2Table avx2_table_of(int format, __m256 scale, __m256 ze
 /* The 16 bytes of block b of group g. */
 static inline ALWAYS __m128i avx2_bytes_of(int format, const uint8_t *at, int64_t g, int b)
 {
-    int64_t from = format == MXFP4_BLOCK ? 68 * g + 17 * b + 1
-                   : format == IQ4_XS    ? g / 2 * 136 + g % 2 * 64 + 8 + 16 * b
-                                         : 64 * g + 16 * b;
+    int64_t from = format == IQ4_XS ? g / 2 * 136 + g % 2 * 64 + 8 + 16 * b : 64 * g + 16 * b;
     return _mm_loadu_si128((const __m128i *)(at + from));
 }
 
@@ -112,7 +108,7 @@ static inline int avx2_are_eights(const float *zeros, int64_t groups)
 static inline ALWAYS void avx2_dots_by_table(int format, int rows, const float *x, int64_t x_row, const uint8_t *const at[2],
                                             int64_t groups, int half, const float *const scales[4], __m256 *kept)
 {
-    int turns = format == INT4_WORDS || format == MXFP4 || format == NVFP4, words = format == INT4_WORDS;
+    int turns = format == INT4_WORDS || format == NVFP4, words = format == INT4_WORDS;
     int eights = words && avx2_are_eights(scales[2], groups + half) && avx2_are_eights(scales[3], groups + half);
     __m128i order = turns ? _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15)
                           : _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
@@ -145,9 +141,7 @@ static inline ALWAYS void avx2_dots_by_table(int format, int rows, const float *
                 break;
             if (format != NVFP4 && (b == 0 || !alike)) {
                 __m256 own = _mm256_permute_ps(scale, 0x55 * b);
-                table = eights                                      ? avx2_table_of_eights(own)
-                        : format == MXFP4 || format == MXFP4_BLOCK ? avx2_table_of_fp4(own, 0)
-                                                                   : avx2_table_of(format, own, _mm256_permute_ps(zero, 0x55 * b));
+                table = eights ? avx2_table_of_eights(own) : avx2_table_of(format, own, _mm256_permute_ps(zero, 0x55 * b));
             }
             __m256i v = _mm256_set_m128i(avx2_bytes_of(format, at[1], g, b), avx2_bytes_of(format, at[0], g, b));
             v = _mm256_shuffle_epi8(v, turned);
@@ -157,7 +151,7 @@ static inline ALWAYS void avx2_dots_by_table(int format, int rows, const float *
                 codes[0] = _mm256_unpacklo_epi16(low, high), codes[1] = _mm256_unpackhi_epi16(low, high);
             UNROLLED for (int i = 0; i < 2; i++) {
                 if (format == NVFP4)
-                    table = avx2_table_of_fp4(_mm256_permute_ps(i ? second : scale, 0x55 * b), 1);
+                    table = avx2_table_of_fp4(_mm256_permute_ps(i ? second : scale, 0x55 * b));
                 avx2_look_up(rows, &table, codes[i], upper, x, x_row, 32 * b + 16 * i, sums);
             }
         }
