@@ -24,7 +24,7 @@ typedef struct {
 
 enum { AVX2_HALVES = 1 << 16 };
 static struct {
-    float floats[AVX2_HALVES];
+    float floats[AVX2_HALVES], powers[256];
     Avx2Kept q4_0[AVX2_HALVES], iq4_nl[AVX2_HALVES], q5_0[2 * AVX2_HALVES], fp4[256];
 } avx2_kept;
 
@@ -59,7 +59,7 @@ KEEP(q4_0, AVX2_HALVES, avx2_keep(avx2_kept.q4_0 + i, codes + 8, scale))
 KEEP(iq4_nl, AVX2_HALVES, avx2_keep(avx2_kept.iq4_nl + i, curve, scale))
 KEEP(q5_0, AVX2_HALVES, avx2_keep(avx2_kept.q5_0 + 2 * i, codes, scale); avx2_keep(avx2_kept.q5_0 + 2 * i + 1, codes + 16, scale))
 KEEP(q8_0, AVX2_HALVES, avx2_kept.floats[i] = scale)
-KEEP(mxfp4, 256, avx2_keep(avx2_kept.fp4 + i, fp4_values, scale))
+KEEP(mxfp4, 256, avx2_keep(avx2_kept.fp4 + i, fp4_values, scale); avx2_kept.powers[i] = scale)
 #undef KEEP
 #define avx2_have_q4_1 avx2_have_q8_0
 #define avx2_have_q5_1 avx2_have_q8_0
@@ -133,42 +133,48 @@ static inline ALWAYS void avx2_looked_up_5(const Avx2Held *held, const Avx2Kept 
     avx2_joined(held, low, high, to);
 }
 
-/* Codes as numbers with a least value: of halves that are numbers. */
-static inline ALWAYS void avx2_with_least(const uint8_t *at, __m256 to[4])
+/* Codes as numbers with a least value, rounded (then of halves that are numbers) or `exact`. */
+static inline ALWAYS void avx2_with_least(int exact, const uint8_t *at, __m256 to[4])
 {
-    __m256 larger = _mm256_set1_ps(AVX2_LARGER), scale = _mm256_mul_ps(_mm256_broadcast_ss(avx2_kept.floats + read_short(at)), larger);
-    __m256 least = _mm256_mul_ps(_mm256_broadcast_ss(avx2_kept.floats + read_short(at + 2)), larger);
-    UNROLLED for (int i = 0; i < 4; i++)
-        to[i] = avx2_nearest_half(_mm256_fmadd_ps(to[i], scale, least));
+    __m256 scale = _mm256_broadcast_ss(avx2_kept.floats + read_short(at));
+    __m256 least = _mm256_broadcast_ss(avx2_kept.floats + read_short(at + 2)), larger = _mm256_set1_ps(AVX2_LARGER);
+    if (!exact)
+        scale = _mm256_mul_ps(scale, larger), least = _mm256_mul_ps(least, larger);
+    UNROLLED for (int i = 0; i < 4; i++) {
+        to[i] = _mm256_fmadd_ps(to[i], scale, least);
+        to[i] = exact ? to[i] : avx2_nearest_half(to[i]);
+    }
 }
 
-/* The numbers of a block, of a group whose numbers are `own`. */
+/* The numbers of a block, of a group whose numbers are `own`; if they are to be `exact`, those of a scale of one, which all are, or
+ * with least values what they are. */
+enum { AVX2_ONE = 0x3c00, AVX2_ONE_POWER = 127 };
 #define OF(format)                                                                                                     \
-    static inline ALWAYS void avx2_of_block_##format(const Avx2Held *held UNUSED, const Avx2Kept *own UNUSED, const uint8_t *at,  \
-                                                     __m256 to[4])
+    static inline ALWAYS void avx2_of_block_##format(const Avx2Held *held UNUSED, int exact UNUSED, const Avx2Kept *own UNUSED, \
+                                                     const uint8_t *at, __m256 to[4])
 OF(q8_0)
 {
     __m256 scale = _mm256_broadcast_ss(avx2_kept.floats + read_short(at)), large = _mm256_mul_ps(scale, _mm256_set1_ps(AVX2_LARGER));
     UNROLLED for (int i = 0; i < 4; i++) {
         __m256 code = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at + 2 + 8 * i))));
         __m256 larger = _mm256_mul_ps(code, large); /* rounded as by avx2_nearest_half: all products are exact */
-        to[i] = _mm256_sub_ps(larger, _mm256_fnmadd_ps(code, scale, larger));
+        to[i] = exact ? code : _mm256_sub_ps(larger, _mm256_fnmadd_ps(code, scale, larger));
     }
 }
 
 OF(q4_0)
 {
-    avx2_looked_up(held, avx2_kept.q4_0 + read_short(at), at + 2, to);
+    avx2_looked_up(held, avx2_kept.q4_0 + (exact ? AVX2_ONE : read_short(at)), at + 2, to);
 }
 
 OF(iq4_nl)
 {
-    avx2_looked_up(held, avx2_kept.iq4_nl + read_short(at), at + 2, to);
+    avx2_looked_up(held, avx2_kept.iq4_nl + (exact ? AVX2_ONE : read_short(at)), at + 2, to);
 }
 
 OF(mxfp4_block)
 {
-    avx2_looked_up(held, avx2_kept.fp4 + at[0], at + 1, to);
+    avx2_looked_up(held, avx2_kept.fp4 + (exact ? AVX2_ONE_POWER : at[0]), at + 1, to);
 }
 
 OF(mxfp4)
@@ -183,19 +189,19 @@ OF(int4)
 
 OF(q5_0)
 {
-    avx2_looked_up_5(held, avx2_kept.q5_0 + 2 * read_short(at), at + 2, at + 6, to);
+    avx2_looked_up_5(held, avx2_kept.q5_0 + 2 * (exact ? AVX2_ONE : read_short(at)), at + 2, at + 6, to);
 }
 
 OF(q4_1)
 {
     avx2_looked_up(held, avx2_codes, at + 4, to);
-    avx2_with_least(at, to);
+    avx2_with_least(exact, at, to);
 }
 
 OF(q5_1)
 {
     avx2_looked_up_5(held, avx2_codes, at + 4, at + 8, to);
-    avx2_with_least(at, to);
+    avx2_with_least(exact, at, to);
 }
 #undef OF
 
@@ -222,25 +228,38 @@ static inline ALWAYS void avx2_numbers_of_group(float scale, const float *zero, 
     _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(bytes, 0xd8));
 }
 
-/* Numbers of groups of the first output, of the next `apart` ones behind, and so on; or scales that are powers of two. Of the
- * first of some blocks that of group `first` / 2^shift. */
+/* Numbers of groups of the first output, of the next `apart` ones behind, and so on, and their scales, if numbers are exact and so
+ * those of a scale of one; or scales that are powers of two. Of the first of some blocks that of group `first` / 2^shift. */
 typedef struct {
     const Avx2Kept *numbers;
+    const float *scales;
     const uint8_t *powers;
     int64_t apart, first;
     int shift;
 } Avx2Groups;
 
-static inline ALWAYS const Avx2Kept *avx2_group(int format, Avx2Groups groups, int output)
+static inline ALWAYS const Avx2Kept *avx2_group(int format, int exact, Avx2Groups groups, int output)
 {
     int64_t at = output * groups.apart + (groups.first >> groups.shift);
-    return format == MXFP4 ? avx2_kept.fp4 + groups.powers[at] : format == INT4_WORDS ? groups.numbers + at : NULL;
+    if (format == MXFP4)
+        return avx2_kept.fp4 + (exact ? AVX2_ONE_POWER : groups.powers[at]);
+    return format == INT4_WORDS ? groups.numbers + at : NULL;
+}
+
+/* What exact numbers of a block are multiplied with. */
+static inline ALWAYS __m256 avx2_scale(int format, Avx2Groups groups, int output, const uint8_t *block)
+{
+    int64_t at = output * groups.apart + (groups.first >> groups.shift);
+    return _mm256_broadcast_ss(format == MXFP4         ? avx2_kept.powers + groups.powers[at]
+                               : format == INT4_WORDS  ? groups.scales + at
+                               : format == MXFP4_BLOCK ? avx2_kept.powers + block[0]
+                                                       : avx2_kept.floats + read_short(block));
 }
 
 /* R rows of x times `blocks` blocks of C outputs, as columns of sums; see linear.h for the order of sums. Not 0: a scale
  * was no number. */
-#define PRODUCTS(FORMAT, format, BYTES, R, C)                                                                          \
-    static unsigned avx2_blocks_##format##R##C(const float *from, int64_t x_row, const uint8_t *at, int64_t w_row, int64_t blocks, \
+#define PRODUCTS(FORMAT, format, BYTES, EXACT, R, C)                                                                  \
+    static unsigned avx2_blocks_##format##EXACT##R##C(const float *from, int64_t x_row, const uint8_t *at, int64_t w_row, int64_t blocks, \
                                                Avx2Groups groups UNUSED, __m256 *kept)                                 \
     {                                                                                                                  \
         unsigned odd = 0;                                                                                              \
@@ -255,9 +274,11 @@ static inline ALWAYS const Avx2Kept *avx2_group(int format, Avx2Groups groups, i
             UNROLLED for (int c = 0; c < C; c++) {                                                                     \
                 const uint8_t *own = at + c * w_row;                                                                   \
                 __m256 numbers[4];                                                                                     \
-                avx2_of_block_##format(&held, avx2_group(FORMAT, groups, c), own, numbers);                            \
+                avx2_of_block_##format(&held, EXACT, avx2_group(FORMAT, EXACT, groups, c), own, numbers);            \
                 FETCH_FAR(own + AVX2_AHEAD);                                                                           \
-                odd |= ODD(FORMAT, own);                                                                               \
+                odd |= EXACT ? 0 : ODD(FORMAT, own);                                                                  \
+                UNROLLED for (int i = 0; EXACT && FORMAT != Q4_1 && FORMAT != Q5_1 && i < 4; i++)                     \
+                    numbers[i] = _mm256_mul_ps(numbers[i], avx2_scale(FORMAT, groups, c, own));                        \
                 UNROLLED for (int r = 0; r < R; r++) {                                                                 \
                     FROM_HERE(x[r]);                                                                                   \
                     UNROLLED for (int i = 0; i < 4; i++)                                                               \
@@ -279,7 +300,7 @@ static inline ALWAYS const Avx2Kept *avx2_group(int format, Avx2Groups groups, i
         Avx2Held held = avx2_hold(0);                                                                                  \
         for (; blocks > 0; blocks--, at += BYTES, to += DYNAMIC_BLOCK) {                                               \
             __m256 numbers[4];                                                                                         \
-            avx2_of_block_##format(&held, NULL, at, numbers);                                                          \
+            avx2_of_block_##format(&held, 0, NULL, at, numbers);                                                       \
             odd |= ODD(FORMAT, at);                                                                                    \
             UNROLLED for (int i = 0; i < 4; i++)                                                                       \
                 _mm256_storeu_ps(to + 8 * i, numbers[i]);                                                              \
@@ -289,32 +310,40 @@ static inline ALWAYS const Avx2Kept *avx2_group(int format, Avx2Groups groups, i
 AVX2_SCALED(FILL)
 #undef FILL
 
-#define OF(...)                                                                                                        \
+#define SIZES(...)                                                                                                     \
     PRODUCTS(__VA_ARGS__, 1, 1) PRODUCTS(__VA_ARGS__, 2, 1) PRODUCTS(__VA_ARGS__, 3, 1) PRODUCTS(__VA_ARGS__, 4, 1)    \
     PRODUCTS(__VA_ARGS__, 1, 4) PRODUCTS(__VA_ARGS__, 2, 2) PRODUCTS(__VA_ARGS__, 3, 2) PRODUCTS(__VA_ARGS__, 4, 2)
+#define OF(...) SIZES(__VA_ARGS__, 0) SIZES(__VA_ARGS__, 1)
 AVX2_SCALED(OF) AVX2_GROUPED(OF)
 #undef OF
+#undef SIZES
 #undef PRODUCTS
 #undef ODD
 
-/* Of 1 to 4 rows and one output; and of more outputs, of one row four, and of others two. */
+/* Of rounded and of exact numbers, of 1 to 4 rows and one output; and of more outputs, of one row four, and of others two. */
 typedef unsigned (*Avx2Blocks)(const float *, int64_t, const uint8_t *, int64_t, int64_t, Avx2Groups, __m256 *);
 typedef struct {
     int bytes;
     void (*have)(void);
     unsigned (*fill)(const uint8_t *, int64_t, float *); /* NULL: numbers_avx2.h has it */
-    Avx2Blocks one[4], wide[4];
+    Avx2Blocks one[2][4], wide[2][4];
 } Avx2BlockWays;
+#define ONE(format, EXACT)                                                                                            \
+    {avx2_blocks_##format##EXACT##11, avx2_blocks_##format##EXACT##21, avx2_blocks_##format##EXACT##31,             \
+     avx2_blocks_##format##EXACT##41}
+#define WIDE(format, EXACT)                                                                                           \
+    {avx2_blocks_##format##EXACT##14, avx2_blocks_##format##EXACT##22, avx2_blocks_##format##EXACT##32,             \
+     avx2_blocks_##format##EXACT##42}
 #define WAYS(FORMAT, format, BYTES, FILL)                                                                              \
-    [FORMAT] = {BYTES, avx2_have_##format, FILL,                                                                       \
-                {avx2_blocks_##format##11, avx2_blocks_##format##21, avx2_blocks_##format##31, avx2_blocks_##format##41}, \
-                {avx2_blocks_##format##14, avx2_blocks_##format##22, avx2_blocks_##format##32, avx2_blocks_##format##42}},
+    [FORMAT] = {BYTES, avx2_have_##format, FILL, {ONE(format, 0), ONE(format, 1)}, {WIDE(format, 0), WIDE(format, 1)}},
 #define SCALED(FORMAT, format, BYTES) WAYS(FORMAT, format, BYTES, avx2_fill_blocks_##format)
 #define GROUPED(FORMAT, format, BYTES) WAYS(FORMAT, format, BYTES, NULL)
 static const Avx2BlockWays avx2_block_ways[FORMATS_END] = {AVX2_SCALED(SCALED) AVX2_GROUPED(GROUPED)};
 #undef GROUPED
 #undef SCALED
 #undef WAYS
+#undef WIDE
+#undef ONE
 #undef avx2_have_q4_1
 #undef avx2_have_q5_1
 #undef avx2_have_mxfp4_block
@@ -331,18 +360,19 @@ static int avx2_shared_by(const Linear *job)
     return job->group < job->inputs && job->group % (DYNAMIC_BLOCK << shift) != 0 ? -1 : (int)shift;
 }
 
-/* How so many rows are multiplied with a format so, if they are, and its numbers made, which are rounded. Tables are there then.
- * Numbers of small groups are not looked up often enough by one row, and those of many rows are made once, elsewhere. */
+/* How so many rows are multiplied with a format so, if they are, and its numbers made. Tables are there then. Rounded numbers of
+ * small groups are not looked up often enough by one row, and those of many rows are made once, elsewhere. */
 static const Avx2BlockWays *avx2_blocks_of(const Linear *job, int64_t rows)
 {
     const Avx2BlockWays *ways = avx2_block_ways + job->format;
-    if (job->form == FLOAT32 || job->format >= FORMATS_END || ways->bytes == 0)
+    int exact = job->form == FLOAT32, words = job->format == INT4_WORDS;
+    if (job->format >= FORMATS_END || ways->bytes == 0 || (words && rows > 4))
         return NULL;
-    if (AVX2_HAS_GROUPS(job->format) && avx2_shared_by(job) < (job->format == INT4_WORDS && rows == 1))
-        return NULL;
-    if (job->format == INT4_WORDS && rows > 4)
+    if (AVX2_HAS_GROUPS(job->format) && avx2_shared_by(job) < (words && rows == 1 && !exact))
         return NULL;
     if (ways->have != NULL)
         ways->have();
+    if (exact)
+        avx2_have_q8_0();
     return ways;
 }

@@ -88,7 +88,7 @@ static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_
     Avx2Piece pieces[4];
     if (job->format == FP8 || job->format == F16)
         return avx2_decode_floats(job, &row, k, end, to);
-    const Avx2BlockWays *ways = avx2_blocks_of(job, 1);
+    const Avx2BlockWays *ways = job->form == FLOAT32 ? NULL : avx2_blocks_of(job, 1);
     if (ways != NULL && ways->fill != NULL)
         return ways->fill(row.w + k / DYNAMIC_BLOCK * ways->bytes, blocks, to) ? 0 : blocks * DYNAMIC_BLOCK;
     if (!avx2_has_numbers(job) || !avx2_ready(job, &row, k, blocks, job->form != FLOAT32, scales, more))
@@ -165,17 +165,22 @@ static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, in
     }
     return 1;
 }
+
 enum { AVX2_STRIP = 12, AVX2_GROUPS = DEPTH / DYNAMIC_BLOCK };
 
-/* Numbers of the groups of output n, from input k on, which begins one. 0: see `avx2_ready`. */
-static int avx2_groups_of(const Linear *job, int64_t n, int64_t k, int64_t blocks, int shift, Avx2Kept *to)
+/* Numbers of the groups of output n, from input k on, which begins one; exact ones of a scale of one, and their scales. 0: see
+ * `avx2_ready`. */
+static int avx2_groups_of(const Linear *job, int64_t n, int64_t k, int64_t blocks, int shift, Avx2Kept *to, float *own)
 {
     Coded row = coded_row(job, n);
+    int exact = job->form == FLOAT32;
     float scales[AVX2_GROUPS], zeros[AVX2_GROUPS];
-    if (!avx2_ready(job, &row, k, blocks, 1, scales, zeros))
+    if (!avx2_ready(job, &row, k, blocks, !exact, scales, zeros))
         return 0;
-    for (int64_t b = 0; b < blocks; b += 1 << shift)
-        avx2_numbers_of_group(scales[b], zeros + b, to++);
+    for (int64_t b = 0; b < blocks; b += 1 << shift, own++) {
+        avx2_numbers_of_group(exact ? AVX2_LARGER : scales[b], zeros + b, to++);
+        *own = scales[b];
+    }
     return 1;
 }
 
@@ -184,20 +189,21 @@ static int avx2_blocks(const Linear *job, const Avx2BlockWays *ways, int64_t row
 {
     int64_t most = rows == 1 ? 4 : 2;
     Avx2Kept numbers[AVX2_STRIP * AVX2_GROUPS];
-    int words = job->format == INT4_WORDS, powers = job->format == MXFP4;
+    float scales[AVX2_STRIP * AVX2_GROUPS];
+    int exact = job->form == FLOAT32, words = job->format == INT4_WORDS, powers = job->format == MXFP4;
     Avx2Groups groups = {.apart = powers ? job->inputs / DYNAMIC_BLOCK : AVX2_GROUPS, .shift = words ? avx2_shared_by(job) : 0};
     unsigned odd = 0;
     for (int64_t k = 0; k < job->inputs; k += DEPTH) {
         int64_t blocks = (job->inputs - k < DEPTH ? job->inputs - k : DEPTH) / DYNAMIC_BLOCK;
         for (int64_t c = 0; words && c < count; c++)
-            if (!avx2_groups_of(job, n + c, k, blocks, groups.shift, numbers + c * AVX2_GROUPS))
+            if (!avx2_groups_of(job, n + c, k, blocks, groups.shift, numbers + c * AVX2_GROUPS, scales + c * AVX2_GROUPS))
                 return 0;
         for (int64_t c = 0, wide; c < count; c += wide) {
             __m256 sums[8];
             wide = count - c < most ? 1 : most;
-            groups.numbers = numbers + c * AVX2_GROUPS;
+            groups.numbers = numbers + c * AVX2_GROUPS, groups.scales = scales + c * AVX2_GROUPS;
             groups.powers = powers ? coded_row(job, n + c).scales + k / DYNAMIC_BLOCK : NULL;
-            odd |= (wide == most ? ways->wide : ways->one)[rows - 1](
+            odd |= (wide == most ? ways->wide : ways->one)[exact][rows - 1](
                 (const float *)job->x + row * job->x_row + k, job->x_row,
                 (const uint8_t *)job->w + (n + c) * job->w_row + k / DYNAMIC_BLOCK * ways->bytes, job->w_row, blocks, groups, sums);
             for (int64_t i = 0; i < wide * rows; i++) {
