@@ -122,9 +122,8 @@ static inline ALWAYS void avx2_looked_up_5(const Avx2Held *held, const Avx2Kept 
                                            __m256 to[4])
 {
     __m256i v = _mm256_srlv_epi64(_mm256_shuffle_epi8(avx2_twice(codes), held->order), held->shifts);
-    __m256i which = _mm256_set1_epi64x(0x0100010001000100), bit = _mm256_setr_epi64x(0, 0, 0, 0);
-    which = _mm256_add_epi8(which, _mm256_setr_epi64x(0, 0x0202020202020202, 0, 0x0202020202020202));
-    bit = _mm256_setr_epi64x(0x0808040402020101, 0x0808040402020101, (long long)0x8080404020201010, (long long)0x8080404020201010);
+    __m256i which = _mm256_setr_epi64x(0x0100010001000100, 0x0302030203020302, 0x0100010001000100, 0x0302030203020302);
+    __m256i bit = _mm256_setr_epi64x(0x0808040402020101, 0x0808040402020101, (long long)0x8080404020201010, (long long)0x8080404020201010);
     __m256i set = _mm256_shuffle_epi8(_mm256_set1_epi32((int)read_word(fifths)), which), low, high;
     set = _mm256_cmpeq_epi8(_mm256_and_si256(set, bit), bit);
     v = _mm256_and_si256(v, held->four_bits);
@@ -220,11 +219,11 @@ static inline ALWAYS unsigned avx2_is_odd(const uint8_t *half)
 /* Of a scale that is 2^16 times as large: codes less a zero point, which is a whole number. */
 static inline ALWAYS void avx2_numbers_of_group(float scale, const float *zero, Avx2Kept *to)
 {
-    __m256 less = _mm256_cvtepi32_ps((__m256i)_mm256_broadcast_ss(zero)), own = _mm256_set1_ps(scale), byte = (__m256)_mm256_set1_epi16(255);
+    __m256 less = _mm256_cvtepi32_ps((__m256i)_mm256_broadcast_ss(zero)), own = _mm256_set1_ps(scale);
     __m256 first = _mm256_mul_ps(_mm256_sub_ps(_mm256_setr_ps(0, 1, 2, 3, 8, 9, 10, 11), less), own);
     __m256 second = _mm256_mul_ps(_mm256_sub_ps(_mm256_setr_ps(4, 5, 6, 7, 12, 13, 14, 15), less), own);
     __m256i halves = avx2_pack_halves(avx2_nearest_half(first), avx2_nearest_half(second));
-    __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(halves, (__m256i)byte), _mm256_srli_epi16(halves, 8));
+    __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(halves, _mm256_set1_epi16(255)), _mm256_srli_epi16(halves, 8));
     _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(bytes, 0xd8));
 }
 
@@ -258,7 +257,7 @@ static inline ALWAYS __m256 avx2_scale(int format, Avx2Groups groups, int output
 
 /* R rows of x times `blocks` blocks of C outputs, as columns of sums; see linear.h for the order of sums. Not 0: a scale
  * was no number. */
-#define PRODUCTS(FORMAT, format, BYTES, EXACT, R, C)                                                                  \
+#define PRODUCTS(FORMAT, format, BYTES, EXACT, R, C)                                                                   \
     static unsigned avx2_blocks_##format##EXACT##R##C(const float *from, int64_t x_row, const uint8_t *at, int64_t w_row, int64_t blocks, \
                                                Avx2Groups groups UNUSED, __m256 *kept)                                 \
     {                                                                                                                  \
@@ -274,10 +273,10 @@ static inline ALWAYS __m256 avx2_scale(int format, Avx2Groups groups, int output
             UNROLLED for (int c = 0; c < C; c++) {                                                                     \
                 const uint8_t *own = at + c * w_row;                                                                   \
                 __m256 numbers[4];                                                                                     \
-                avx2_of_block_##format(&held, EXACT, avx2_group(FORMAT, EXACT, groups, c), own, numbers);            \
+                avx2_of_block_##format(&held, EXACT, avx2_group(FORMAT, EXACT, groups, c), own, numbers);              \
                 FETCH_FAR(own + AVX2_AHEAD);                                                                           \
-                odd |= EXACT ? 0 : ODD(FORMAT, own);                                                                  \
-                UNROLLED for (int i = 0; EXACT && FORMAT != Q4_1 && FORMAT != Q5_1 && i < 4; i++)                     \
+                odd |= EXACT ? 0 : ODD(FORMAT, own);                                                                   \
+                UNROLLED for (int i = 0; EXACT && FORMAT != Q4_1 && FORMAT != Q5_1 && i < 4; i++)                      \
                     numbers[i] = _mm256_mul_ps(numbers[i], avx2_scale(FORMAT, groups, c, own));                        \
                 UNROLLED for (int r = 0; r < R; r++) {                                                                 \
                     FROM_HERE(x[r]);                                                                                   \
@@ -328,11 +327,11 @@ typedef struct {
     unsigned (*fill)(const uint8_t *, int64_t, float *); /* NULL: numbers_avx2.h has it */
     Avx2Blocks one[2][4], wide[2][4];
 } Avx2BlockWays;
-#define ONE(format, EXACT)                                                                                            \
-    {avx2_blocks_##format##EXACT##11, avx2_blocks_##format##EXACT##21, avx2_blocks_##format##EXACT##31,             \
+#define ONE(format, EXACT)                                                                                             \
+    {avx2_blocks_##format##EXACT##11, avx2_blocks_##format##EXACT##21, avx2_blocks_##format##EXACT##31,                \
      avx2_blocks_##format##EXACT##41}
-#define WIDE(format, EXACT)                                                                                           \
-    {avx2_blocks_##format##EXACT##14, avx2_blocks_##format##EXACT##22, avx2_blocks_##format##EXACT##32,             \
+#define WIDE(format, EXACT)                                                                                            \
+    {avx2_blocks_##format##EXACT##14, avx2_blocks_##format##EXACT##22, avx2_blocks_##format##EXACT##32,                \
      avx2_blocks_##format##EXACT##42}
 #define WAYS(FORMAT, format, BYTES, FILL)                                                                              \
     [FORMAT] = {BYTES, avx2_have_##format, FILL, {ONE(format, 0), ONE(format, 1)}, {WIDE(format, 0), WIDE(format, 1)}},

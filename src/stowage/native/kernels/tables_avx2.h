@@ -165,7 +165,7 @@ static inline ALWAYS void avx2_dots_by_table(int format, int rows, const float *
     static void avx2_dots_##format##R(const float *x, int64_t x_row, const uint8_t *const at[2], int64_t groups, int half,\
                                      const float *const scales[4], __m256 *kept)                                       \
     {                                                                                                                  \
-        avx2_dots_by_table(FORMAT, R, x, x_row, at, groups, half, scales, kept);                                \
+        avx2_dots_by_table(FORMAT, R, x, x_row, at, groups, half, scales, kept);                                       \
     }
 #define OF(FORMAT, format, B, P, K, S) DOTS(FORMAT, format, 1) DOTS(FORMAT, format, 2)
 AVX2_BY_TABLE(OF)
