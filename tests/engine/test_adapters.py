@@ -86,6 +86,20 @@ def test_an_offloaded_model_answers_as_peft_to_the_bit(adapter: str, dtype: str,
         model.stowage.close()
 
 
+def test_an_adapter_stays_what_it_was_when_its_file_is_written_to(world: Path, tmp_path: Path) -> None:
+    """Its matrices were the file's own pages."""
+    own = Path(shutil.copytree(world / "one", tmp_path / "one"))
+    with Engine(world / "float32", Memory(**MEMORY), adapter=own) as engine:
+        expected = answers(engine)
+        file = own / "adapter_model.safetensors"
+        size = file.stat().st_size
+        with file.open("r+b") as there:
+            there.seek(size // 2)
+            there.write(bytes(size - size // 2))
+        engine.drop_device_cache()
+        assert answers(engine) == expected
+
+
 def test_an_engine_answers_as_peft_does(world: Path) -> None:
     names = {"one": world / "one", "two": world / "two"}
     with Engine(world / "float32", Memory(**MEMORY), adapter=names) as engine:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import stowage
-from stowage import Memory, SamplingParams
+from stowage import Engine, Memory, SamplingParams
 from stowage.models import loading
 from stowage.testing import tiny_models
 from tests.weights import gguf_files, published_files
@@ -92,6 +92,51 @@ def test_an_engine_whose_checkpoint_changes_fails_requests_and_lives(copied: Pat
         with pytest.raises(stowage.CheckpointError, match="load the model again"):
             engine.generate([[5, 6, 7]], GREEDY)
         assert engine.alive
+
+
+@pytest.mark.parametrize("family", ["llama", "gptj"])
+def test_weights_in_memory_that_are_the_files_own_pages_are_not_computed_with_when_it_changes(
+    family: str, checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Transformers maps a checkpoint of the right type. Another one that was copied over it was computed with, under
+    the first one's name, and one that was cut short ended the process.
+    """
+    for change in (flip, lambda directory: os.truncate(directory / "model.safetensors", 4096)):
+        copied = Path(shutil.copytree(checkpoints(family), tmp_path / "copied"))
+        with Engine(copied, Memory(kv_cache_memory="8MiB")) as engine:
+            assert engine.executor == {"llama": "paged", "gptj": "fallback"}[family]
+            expected = engine.generate([[5, 6, 7]], GREEDY)[0].token_ids
+            os.link(copied / "model.safetensors", tmp_path / "kept")
+            shutil.copy(copied / "model.safetensors", copied / "new")
+            os.replace(copied / "new", copied / "model.safetensors")  # the old one is still mapped
+            assert engine.generate([[5, 6, 7]], GREEDY)[0].token_ids == expected
+            os.replace(tmp_path / "kept", copied / "model.safetensors")
+            change(copied)
+            with pytest.raises(stowage.CheckpointError, match="was changed while a model is running"):
+                engine.generate([[5, 6, 7]], GREEDY)
+            assert engine.alive
+        shutil.rmtree(copied)
+
+
+@pytest.mark.parametrize("memory", [{}, {"weights": "*=stream"}])
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "model.gguf"])
+def test_files_that_are_replaced_while_they_are_loaded_are_refused(
+    file: str, memory: dict[str, str], copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the new weights are called as the old ones, whose stored prefixes they find, and leave theirs to."""
+    if file.endswith("gguf"):
+        gguf_files.write(tiny_models.build("llama"), copied / file, gguf_files.Kind.Q8_0)
+    shutil.copy(copied / file, copied / "new")
+    of_checkpoint = loading.identity.of_checkpoint
+
+    def replaced_meanwhile(*args: Any) -> str:
+        found = of_checkpoint(*args)
+        os.replace(copied / "new", copied / file)
+        return found
+
+    monkeypatch.setattr(loading.identity, "of_checkpoint", replaced_meanwhile)
+    with pytest.raises(stowage.CheckpointError, match=f"{file} was changed or replaced while it was being loaded"):
+        Engine(copied / file if file.endswith("gguf") else copied, Memory(kv_cache_memory="8MiB", **memory))
 
 
 def test_a_budget_that_cannot_work_names_the_least(checkpoints: Callable[..., Path], plain: Callable[..., Any]) -> None:

@@ -227,6 +227,7 @@ def _assemble(
         put_back.callback(runner.give_back)
         if records is not None:
             runner.record(records, graph_bytes)
+    runner.mapped = loaded.mapped
     if exact is not None:  # before there is a store that must be closed
         try_rows_once(f"{name.hex()}/{placed}", runner, pools, pieces, layout, memory.max_num_batched_tokens)
     store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)

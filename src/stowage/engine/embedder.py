@@ -32,7 +32,8 @@ class Embedder:
     def __init__(self, model: str, dtype: str = "auto") -> None:
         directory = find(model)
         self._pipeline = read_pipeline(directory)
-        self._model: Any = loading.load(directory, dtype, whole=True, model_class="AutoModel").model
+        loaded = loading.load(directory, dtype, whole=True, model_class="AutoModel")
+        self._model, self._mapped = loaded.model, loaded.mapped
         self._tokenizer: Any = load_tokenizer(directory)
         if self._tokenizer is None:
             raise CheckpointError(f"{directory} has no tokenizer: download tokenizer.json and tokenizer_config.json.")
@@ -72,8 +73,9 @@ class Embedder:
 
     @torch.inference_mode()
     def embed(self, tokens: list[int]) -> list[float]:
-        """The vector of one text, in float32."""
+        """The vector of one text, in float32. Raises ``CheckpointError`` when the model's files were written to."""
         ids = torch.tensor([tokens])
-        out = self._model(input_ids=ids, attention_mask=torch.ones_like(ids), **self._options)
+        with self._mapped.unchanged():
+            out = self._model(input_ids=ids, attention_mask=torch.ones_like(ids), **self._options)
         found: list[float] = self._pipeline.vector(out.last_hidden_state[0]).tolist()
         return found

@@ -41,6 +41,7 @@ from stowage.models.adapters import Adapters
 from stowage.models.layout import ModelLayout
 from stowage.models.probing import cache_name, takes_rows
 from stowage.native.memory import keep_freed
+from stowage.weights.mapped_files import MappedFiles
 from stowage.weights.source import WeightSource
 
 
@@ -104,6 +105,8 @@ class Runner:
         self._closed = False
         self.adapters: Adapters | None = None
         """Sequences with the same adapter are computed together, by the model's own code."""
+        self.mapped = MappedFiles()
+        """Files that the model computes from where they lie."""
         kernel = paged_trial.trusted(paged_kernel(model.device, model.dtype), model, pools)
         self._paged = kernel.attend if kernel is not None else None
         self._static = self._static_steps(kernel, max_num_seqs)
@@ -155,6 +158,7 @@ class Runner:
         for cache in (self.steps, self.prompts, self.graphs):
             if cache is not None:
                 cache.close()
+        self.mapped.close()
         if not self._closed:
             self._closed = True
             attention.uninstall(self._model)
@@ -168,11 +172,12 @@ class Runner:
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Tensor]:
         """Compute ``work`` and return, in its order, each item's logits: ``[1, vocab]`` of its last token, or ``[count,
-        vocab]``; float32, in host memory.
+        vocab]``; float32, in host memory. Raises CheckpointError when a file of the weights was written to.
         """
-        if self.adapters is None:
-            return self._run(work)
-        return self.adapters.apart(work, lambda item: item.sequence.adapter, self._run)
+        with self.mapped.unchanged():
+            if self.adapters is None:
+                return self._run(work)
+            return self.adapters.apart(work, lambda item: item.sequence.adapter, self._run)
 
     @property
     def _adapted(self) -> bool:

@@ -77,6 +77,7 @@ def _read(name: str, directory: Path) -> AdapterFile:
     from safetensors.torch import load_file
 
     file = check_adapter(directory)
+    marks = identity.FileMarks([directory / ADAPTER_CONFIG, file])
     try:
         config = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         config = dict(config.items())
@@ -90,7 +91,9 @@ def _read(name: str, directory: Path) -> AdapterFile:
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged ({error}); download the adapter again.") from error
     digest = bytes.fromhex(identity.of_checkpoint(directory, [directory / ADAPTER_CONFIG, file]))
-    return AdapterFile(name, directory, config, _pairs(directory, tensors), digest)
+    pairs = _pairs(directory, tensors)
+    marks.check()
+    return AdapterFile(name, directory, config, pairs, digest)
 
 
 def _refuse(directory: Path, config: Mapping[str, Any]) -> None:
@@ -130,7 +133,12 @@ def _pairs(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Te
     half = next((name for name, both in parts.items() if len(both) < 2), None)
     if half is not None:
         raise CheckpointError(f"{directory / ADAPTER_WEIGHTS} has one half of {half} only: download the adapter again.")
-    return {name: (both["A"].float().contiguous(), both["B"].float().contiguous()) for name, both in parts.items()}
+    return {name: (_copied(both["A"]), _copied(both["B"])) for name, both in parts.items()}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """In float32, and in memory of its own: the file may be written to while the adapter is used."""
+    return tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from stowage.errors import CheckpointError
 from stowage.models.remembered import Remembered, default_state_directory
 
 _ANSWERED_FROM = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json", "*.py")
@@ -102,6 +103,29 @@ def _digest(path: Path) -> str:
     return whole.hexdigest()
 
 
+class FileMarks:
+    """``paths`` as they are before anything is read of them. A name and weights that were read one after the other are
+    of the same files if these are the same afterwards.
+    """
+
+    def __init__(self, paths: Iterable[Path] = ()) -> None:
+        self._marks = {path: _place_and_content(path) for path in paths}
+
+    def check(self) -> None:
+        """Raises CheckpointError when one of them has been written to or replaced since."""
+        for path, mark in self._marks.items():
+            if not path.exists() or _place_and_content(path) != mark:
+                raise CheckpointError(
+                    f"{path} was changed or replaced while it was being loaded, so what was read may be of two models. "
+                    "Start again when nothing writes there, such as a download."
+                )
+
+
+def _place_and_content(path: Path) -> tuple[int, ...]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 def mark_of(stat: os.stat_result) -> str:
     """What changes whenever a file does: device, inode, size, modification and change time."""
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
@@ -114,6 +138,6 @@ def _digest_of(known: Remembered, path: Path) -> str:
         return known[key]
     settled = time.time() - max(stat.st_mtime, stat.st_ctime) >= _SETTLED_S
     digest = _digest(path)
-    if settled:
+    if settled and mark_of(path.stat()) == key:
         known[key] = digest
     return digest

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,10 @@ from stowage.models import compat, identity, layout
 from stowage.models.directory import config_of, load_tokenizer, part_of
 from stowage.models.files import check_files, weight_files
 from stowage.models.hub import find
+from stowage.models.identity import FileMarks
 from stowage.models.multimodal import TextPart, as_plain, class_of, load_with, text_model, text_part
 from stowage.models.whole import towers, trial_inputs, whole_part
+from stowage.weights.mapped_files import MappedFiles
 
 if TYPE_CHECKING:
     from stowage.weights.checkpoint import Span
@@ -49,6 +51,8 @@ class Loaded:
     """Whether ``weights`` were placed here, and are closed by whoever has this."""
     placeholders: frozenset[int] = frozenset()
     """Tokens that stand for pictures or sound: none is taken in a prompt, and each ends an answer."""
+    mapped: MappedFiles = field(default_factory=MappedFiles)
+    """Those of its files that the model computes from where they lie."""
     renamed: Mapping[str, str] | None = None
     """From names in the checkpoint to the model's own, where they differ (`TextPart.renamed`)."""
 
@@ -97,12 +101,20 @@ def load(
         if found.spans:
             fill(built, found.files, found.spans, ResidentMemory(device))
         built = built if device is None else built.to(device)  # tensor by tensor: never all of it in both memories
+        mapped = MappedFiles.among(found.files)
     else:
-        built, source = _placed(found, budget(part.config), name)
+        (built, source), mapped = _placed(found, budget(part.config), name), MappedFiles()
     try:
+        found.marks.check()
         reads = tokenizer if tokenizer or whole else found.tokenizer()
-        return Loaded(built, reads, name, str(model), source, placeholders=part.placeholders, renamed=part.renamed)
+        return Loaded(
+            *(built, reads, name, str(model), source),
+            placeholders=part.placeholders,
+            renamed=part.renamed,
+            mapped=mapped,
+        )
     except BaseException:
+        mapped.close()
         if source is not None:
             source.close()
         raise
@@ -111,7 +123,7 @@ def load(
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A checkpoint that was looked at. ``files`` hold the weights, ``named`` is what its identity is made of;
-    ``spans``: of parameters that stay as they lie in ``files``.
+    ``spans``: of parameters that stay as they lie in ``files``; ``marks``: of all that is read, before it is.
     """
 
     part: TextPart
@@ -120,19 +132,23 @@ class _Found:
     build: Callable[[], Any]
     tokenizer: Callable[[], Any]
     spans: Mapping[str, Sequence[Span]] | None = None
+    marks: FileMarks = field(default_factory=FileMarks)
 
 
 def _of_directory(
     directory: Path, dtype: str, options: Mapping[str, Any], model_class: Any, whole: bool, on_cpu: bool
 ) -> _Found:
     files = check_files(directory)
+    marks = FileMarks([directory / "config.json", *files])
     part = whole_part(directory, config_of(directory / "config.json"), model_class) if whole else part_of(directory)
     files = _packed_files(directory, part.config, files)
     found = _of_published(directory, files, part, dtype, options, on_cpu=on_cpu)
     if found is not None:
-        return found
+        return replace(found, marks=marks)
     build = partial(load_model, directory, part, dtype, options)
-    return _Found(part, files, [directory / "config.json", *files], build, partial(load_tokenizer, directory))
+    return _Found(
+        *(part, files, [directory / "config.json", *files], build, partial(load_tokenizer, directory)), marks=marks
+    )
 
 
 def _of_published(
@@ -178,7 +194,9 @@ def _of_published(
 
 def _of_gguf(path: Path, dtype: str, options: Mapping[str, Any], model_class: Any) -> _Found:
     from stowage.models.gguf.checkpoint import open_gguf
+    from stowage.weights.gguf import splits_of
 
+    marks = FileMarks(splits_of(path))
     found = open_gguf(path)
     if model_class is not None and getattr(model_class, "__name__", model_class) not in found.classes:
         raise ConfigError(f"model_class={model_class!r}: a GGUF file is loaded as {' or '.join(found.classes)}.")
@@ -186,7 +204,7 @@ def _of_gguf(path: Path, dtype: str, options: Mapping[str, Any], model_class: An
     plan = found.plan(stated)
     part = TextPart(found.config)
     build = partial(load_planned, path, part, plan, stated, options)
-    return _Found(part, found.paths, found.paths, lambda: found.finish(build()), found.tokenizer, plan.spans)
+    return _Found(part, found.paths, found.paths, lambda: found.finish(build()), found.tokenizer, plan.spans, marks)
 
 
 def _placed(found: _Found, budget: Budget, name: str) -> tuple[Any, WeightSource]:

@@ -19,6 +19,7 @@ from stowage.executor.fallback.cache_layers import At, Pooled
 from stowage.models.adapters import Adapters
 from stowage.models.layout import ModelLayout
 from stowage.models.state_access import forward, keeper_of
+from stowage.weights.mapped_files import MappedFiles
 
 SCORES_BYTES_MAX = 256 << 20
 """Limit of one layer's attention scores in float32."""
@@ -51,10 +52,12 @@ class FallbackRunner:
         self._scores_max = (scores_bytes_max or SCORES_BYTES_MAX) // (4 * heads)
         self._mode = mode or nullcontext()
         self.adapters: Adapters | None = None
-        """See ``Runner``."""
+        self.mapped = MappedFiles()
+        """Both: see ``Runner``."""
 
     def close(self) -> None:
-        """Does nothing: the model was not changed."""
+        """The model was not changed."""
+        self.mapped.close()
 
     def check(self) -> None:
         """Nothing is kept between steps."""
@@ -62,11 +65,12 @@ class FallbackRunner:
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Tensor]:
         """See ``Runner.run``."""
-        found = []
-        for item in work:
-            with nullcontext() if self.adapters is None else self.adapters.on(item.sequence.adapter):
-                found.append(self._run(item))
-        return found
+        with self.mapped.unchanged():
+            return [self._adapted(item) for item in work]
+
+    def _adapted(self, work: Work) -> Tensor:
+        with nullcontext() if self.adapters is None else self.adapters.on(work.sequence.adapter):
+            return self._run(work)
 
     def _run(self, work: Work) -> Tensor:
         addresses = [table.addresses for table in work.sequence.tables]
