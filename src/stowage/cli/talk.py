@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from stowage.engine.engine import Engine, Prompt
     from stowage.engine.sampling_params import SamplingParams
 
-__all__ = ["converse", "stream_answer"]
-
 Messages = list[dict[str, str]]
 _COMMAND = re.compile(r"/[a-z?]+")
 _COMMANDS = "/reset forgets the conversation, /quit or Ctrl-D ends it."

@@ -14,8 +14,6 @@ from torch import Tensor
 from stowage.errors import StowageError
 from stowage.executor.fused.recurrent_kernels import StateRows
 
-__all__ = ["CaptureError", "ReplayBackend", "StepShape"]
-
 StepT_contra = TypeVar("StepT_contra", contravariant=True)
 RecordingT = TypeVar("RecordingT")
 

@@ -31,8 +31,6 @@ from torch import Tensor
 from stowage.config.memory import format_size
 from stowage.executor.replay.backend import CaptureError, ReplayBackend, StepShape
 
-__all__ = ["ReplayCache", "ReplayCounters", "Rules"]
-
 logger = logging.getLogger("stowage.engine")
 StepT = TypeVar("StepT")
 RecordingT = TypeVar("RecordingT")

@@ -17,35 +17,6 @@ from stowage.core.gather import attributes, rows
 from stowage.core.geometry import NULL_BLOCK, IntArray, Kind
 from stowage.errors import ConfigError, UnsupportedModelError
 
-__all__ = [
-    "NULL",
-    "READ_FROM_FILES",
-    "Drafts",
-    "GroupShape",
-    "Lora",
-    "StepBlocks",
-    "adapter_of",
-    "boundary_states",
-    "check_config",
-    "computed_before",
-    "drafts_of",
-    "group_shapes",
-    "hash_tokens",
-    "hashes_media",
-    "media_of",
-    "parts_of_blocks",
-    "rank_of_worker",
-    "reads_cache",
-    "resumed",
-    "say",
-    "stop_at",
-    "table_of",
-    "tokens_of",
-    "unknown_release",
-    "uses_embeddings",
-    "warn",
-]
-
 SUPPORTED = ("0.32", "0.33")
 NULL = 0
 """vLLM's null block."""

@@ -17,8 +17,6 @@ from stowage.plugins.vllm import adapter
 from stowage.plugins.vllm.messages import WholeChunks
 from stowage.plugins.vllm.requests import Tracked
 
-__all__ = ["Answer", "Answers"]
-
 _AHEAD_MAX, _AHEAD_SHARE = 256, 64
 """Slots at hand in each slab class: so many, or one in so many."""
 

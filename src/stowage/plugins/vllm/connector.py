@@ -24,8 +24,6 @@ from stowage.plugins.vllm.scheduler import SchedulerSide
 from stowage.plugins.vllm.stats import Metrics, Reporter, Stats
 from stowage.plugins.vllm.worker import WorkerSide
 
-__all__ = ["StowageConnector"]
-
 
 class StowageConnector(KVConnectorBase_V1, SupportsHMA):
     """See the package, and docs/vllm.md for its settings.

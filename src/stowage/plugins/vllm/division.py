@@ -21,8 +21,6 @@ import numpy as np
 
 from stowage.core.geometry import BoolArray, IntArray
 
-__all__ = ["Division", "Heads", "Naming", "Piece", "Rank", "Share", "divide"]
-
 Rank = tuple[int, int]
 """Pipeline rank and tensor rank."""
 

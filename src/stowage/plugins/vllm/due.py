@@ -13,8 +13,6 @@ from typing import Any
 from stowage.plugins.vllm import adapter
 from stowage.plugins.vllm.requests import Tracked
 
-__all__ = ["Due"]
-
 
 class Due:
     """``step_tokens``: what a step computes at most of a request that generates. ``looks``: how many there were."""

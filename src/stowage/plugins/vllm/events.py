@@ -19,8 +19,6 @@ import numpy as np
 from stowage.cache.store import TieredStore
 from stowage.core.geometry import Group, IntArray
 
-__all__ = ["MEDIUM", "Announcements"]
-
 MEDIUM = "stowage"
 _AUDIT_S = 1.0
 _AUDIT_KEYS = 4096

@@ -12,8 +12,6 @@ from typing import Any
 from stowage.plugins.vllm.adapter import drafts_of
 from stowage.plugins.vllm.division import Heads, Naming
 
-__all__ = ["naming"]
-
 _APART = frozenset({"CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"})
 """Attention backends of vLLM 0.32 and 0.33 that read each head's part of ``[blocks, heads, tokens, content]`` by
 itself. Others may arrange what heads share, such as the scales of small number types.

@@ -26,8 +26,6 @@ from stowage.core.geometry import BoolArray, IntArray, SlabClass
 from stowage.errors import TransferError, UnsupportedModelError
 from stowage.plugins.vllm.division import Naming, Piece, Rank, Share
 
-__all__ = ["Copies", "GroupBytes", "SharedArena", "group_bytes", "runs_of"]
-
 _RUNS_MAX = 4096
 """Of one tensor's block. More would be a layout that scatters single elements: copying it would take for ever."""
 

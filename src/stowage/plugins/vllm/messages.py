@@ -23,8 +23,6 @@ from stowage.core.copy_plan import CopyPlan
 from stowage.plugins.vllm.division import Piece, Rank
 from stowage.plugins.vllm.memory import SharedArena
 
-__all__ = ["Load", "Part", "Report", "Step", "Store", "WholeChunks"]
-
 
 @dataclass(frozen=True)
 class Part(KVConnectorHandshakeMetadata):

@@ -13,8 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from stowage.plugins.vllm.weights import callers
 
-__all__ = ["others_shake_hands", "outermost_config"]
-
 
 def outermost_config(own: Any) -> Any:
     """The engine's configuration, while a connector is made: ``own``, or that of the ``MultiConnector`` around it."""

@@ -25,8 +25,6 @@ from stowage.plugins.vllm import adapter
 from stowage.plugins.vllm.division import Division
 from stowage.storage.format import envelope, segment
 
-__all__ = ["FORMAT", "Namespaces", "engine_namespace"]
-
 FORMAT = 2
 """How chunks are laid out; raised whenever the same tokens come to other bytes."""
 

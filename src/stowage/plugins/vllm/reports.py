@@ -13,8 +13,6 @@ from stowage.cache.cost_model import CostModel
 from stowage.plugins.vllm.messages import Report
 from stowage.plugins.vllm.storing import Storing
 
-__all__ = ["Reports"]
-
 _TOGETHER = 4
 """Reports of answers alone that are settled in one go, which takes about as long as one of them."""
 _WAITING_MAX = 64

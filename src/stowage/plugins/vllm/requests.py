@@ -26,8 +26,6 @@ from stowage.core.retention import Learner, Retention
 from stowage.plugins.vllm import adapter
 from stowage.plugins.vllm.namespace import Namespaces
 
-__all__ = ["Phase", "Prefixes", "Tracked"]
-
 
 class Phase(enum.Enum):
     """NEW: nothing was looked up. ASKING: shared stores are asked. FETCHING: chunks come into host memory, or are

@@ -42,8 +42,6 @@ from stowage.plugins.vllm.storing import Source, Storing
 from stowage.plugins.vllm.worker import check_one_machine
 from stowage.storage.lease import Lease
 
-__all__ = ["SchedulerSide"]
-
 _IDLE_WAIT_S = 0.001
 """A step that has nothing to compute waits so long for a lower tier, once, instead of asking again at once."""
 _COUNTS = (

@@ -20,8 +20,6 @@ from stowage.storage.lease import Lease, budget_directory
 
 logger = logging.getLogger("stowage.vllm")
 
-__all__ = ["Options", "read", "resume_points", "retention", "state_spacing"]
-
 _NOT_OURS = frozenset(
     {"device_memory", "weights", "kv_cache_memory", "block_size", "group_block_size", "chunk_blocks", "max_num_seqs"}
     | {"max_model_len"}

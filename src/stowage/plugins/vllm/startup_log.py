@@ -10,8 +10,6 @@ from stowage.config.memory import Memory, format_size
 from stowage.core.geometry import Group, Kind
 from stowage.plugins.vllm.division import Division
 
-__all__ = ["said", "welcome"]
-
 
 def welcome(memory: Memory, store: TieredStore, groups: Sequence[Group], snapshot_tokens: int, step_tokens: int) -> str:
     """One line. ``step_tokens``: vLLM computes so many tokens of a prompt at a time."""

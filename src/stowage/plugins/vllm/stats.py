@@ -15,8 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from stowage.metrics import STORE, TIER, VLLM, Row
 
-__all__ = ["Metrics", "Reporter", "Stats"]
-
 INTERVAL_S = 0.1
 
 _HITS = Row("hits", "stowage_chunk_hits_total", "chunks that requests took, by the tier that had them")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 
-__all__ = ["StepTimes"]
-
 _STEPS_AHEAD_MAX = 64
 
 

@@ -26,8 +26,6 @@ from stowage.plugins.vllm.events import Announcements
 from stowage.plugins.vllm.messages import Report, Store, WholeChunks
 from stowage.plugins.vllm.requests import Tracked
 
-__all__ = ["Source", "Storing"]
-
 States = Sequence[tuple[int, int, int]]
 """Group, block and boundary of recurrent states that a step leaves behind."""
 

@@ -16,8 +16,6 @@ import sys
 from types import FrameType
 from typing import Any
 
-__all__ = ["CHANGED", "Changes", "Validity", "callers", "worker_around"]
-
 CHANGED = (
     "Stowage: the weights were changed in place, and what is stored was computed with others. Nothing is loaded or "
     "stored until reset_prefix_cache(reset_connector=True) is called (HTTP: /reset_prefix_cache?reset_external=true)."

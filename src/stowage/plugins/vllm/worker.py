@@ -28,8 +28,6 @@ from stowage.plugins.vllm.weights import Changes
 from stowage.storage.host import map_arena
 from stowage.storage.lease import hold
 
-__all__ = ["WorkerSide", "check_one_machine", "machine"]
-
 _IDLE_WAIT_S = 0.001
 """A step that computes nothing waits so long for a load, instead of coming back at once."""
 _COMPARED_FIRST, _COMPARED_EVERY = 8, 256

@@ -34,8 +34,6 @@ from stowage.executor.replay.programs.writer import with_programs
 from stowage.weights.offloaded_parameter import OffloadedError
 from stowage.weights.source import WeightSource
 
-__all__ = ["CallBackend", "ModelStep", "RecordedSteps", "recorded_steps"]
-
 RULES: Final = Rules(
     noun="list of calls",
     level=logging.DEBUG,

@@ -16,22 +16,6 @@ from torch import Tensor
 from stowage.executor import kernels
 from stowage.executor.fused.recurrent_kernels import StateRows
 
-__all__ = [
-    "ARRIVAL",
-    "PART",
-    "WHOLE",
-    "RecordedCalls",
-    "TracedCall",
-    "TracedStep",
-    "arguments_of",
-    "compact",
-    "gather_list",
-    "gather_tuple",
-    "linears",
-    "listed",
-    "with_names",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class _Call:

@@ -12,8 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from stowage.weights.source import WeightSource
 
-__all__ = ["Hooks"]
-
 
 class Hooks:
     """The hooks on the modules of ``model``, except those that deliver its ``weights``."""

@@ -24,8 +24,6 @@ from torch import Tensor
 from stowage.executor.replay.calls.call_list import PART, WHOLE, TracedCall, TracedStep
 from stowage.executor.replay.calls.recordable import ALLOWED, flat
 
-__all__ = ["PositionTables"]
-
 _BYTES_MOST: Final = 8 << 20
 """Of a model's table: 16,384 positions of heads of 128 numbers in bfloat16."""
 _ROWS_LEAST: Final = 256

@@ -29,8 +29,6 @@ from stowage.executor.replay.calls.backend import CallBackend, ModelStep, Record
 from stowage.executor.replay.programs.any_rows import RecordedRows, for_any_rows
 from stowage.executor.replay.programs.writer import planned
 
-__all__ = ["LEAST", "PromptStep", "RecordedPrompts", "is_known", "recorded_prompts"]
-
 _WRITTEN: Final = (7, 11, 13)
 _TRIED: Final = 40
 _KNOWN: Final = frozenset({"transformers", "torch", "stowage"})

@@ -45,8 +45,6 @@ from stowage.executor.replay.calls.recordable import (
 )
 from stowage.weights.forward_passes import Deliver, recorded_by
 
-__all__ = ["one_call", "recorded"]
-
 _recording: ContextVar[_Recording | None] = ContextVar("stowage_recording", default=None)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -29,8 +29,6 @@ from stowage.executor.replay.graphs.recorder import Recorder, Recording
 from stowage.executor.static_steps import Inputs, StaticSteps
 from stowage.models.probing import RAISED_BY_MODELS
 
-__all__ = ["GraphBackend", "Graphs", "rules"]
-
 GRAPHS_MAX = 96
 BOUND = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """By how much logits may differ from the plain step's, relative to the largest: batches of other sizes are rounded

@@ -32,8 +32,6 @@ from stowage.executor.replay.programs.program import Program
 from stowage.executor.replay.programs.writer import ProgramPlan, View, Writer, put, tensor_of
 from stowage.weights.quantized.codes import PackedMatrix
 
-__all__ = ["RecordedRows", "for_any_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Varying:

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from stowage.native import extension as _kernel
 
-__all__ = ["Arena", "Program"]
-
 
 class Arena:
     """The working memory of one model's programs, which run one after the other, and their look-up tables.

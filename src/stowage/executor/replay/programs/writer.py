@@ -42,8 +42,6 @@ from stowage.executor.replay.programs.operations import operations
 from stowage.executor.replay.programs.paging import Paging
 from stowage.executor.replay.programs.program import Arena, Program
 
-__all__ = ["ProgramPlan", "View", "Writer", "planned", "put", "tensor_of", "with_programs"]
-
 _ALIGNMENT = 64
 
 
