@@ -347,15 +347,21 @@ static PyObject *linear(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssi
 /* Inputs that are decoded at a time: a multiple of every block. */
 enum { LOOKED_UP = 1024 };
 
-/* `count` rows of a matrix in a format, or (0) of plain bytes, of outputs `ids`, to job->y; 0: there is no such output. */
-static int look_up_rows(const Linear *job, const int64_t *ids, int64_t count)
+/* `count` rows of a matrix in a format, or (0) of plain bytes, of outputs `ids`, to job->y. Of an output
+ * that is not there `zeros` if so said, of plain bytes alone; otherwise returns 0. */
+static int look_up_rows(const Linear *job, const int64_t *ids, int64_t count, int zeros)
 {
     float values[LOOKED_UP + 256];
     for (int64_t i = 0; i < count; i++) {
-        if (ids[i] < 0 || ids[i] >= job->outputs)
+        int there = ids[i] >= 0 && ids[i] < job->outputs;
+        if (!there && (job->format || !zeros))
             return 0;
         if (!job->format) {
-            memcpy((char *)job->y + i * job->inputs, (const char *)job->w + ids[i] * job->w_row, (size_t)job->inputs);
+            char *to = (char *)job->y + i * job->inputs;
+            if (there)
+                memcpy(to, (const char *)job->w + ids[i] * job->w_row, (size_t)job->inputs);
+            else
+                memset(to, 0, (size_t)job->inputs);
             continue;
         }
         for (int64_t k = 0, end; k < job->inputs; k = end) {
@@ -389,7 +395,7 @@ static PyObject *look_up(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ss
                   .w_row = value[6], .format = (int)value[7], .narrow = (int)value[8], .form = FLOAT32, .group = 32};
     int there;
     Py_BEGIN_ALLOW_THREADS
-    there = look_up_rows(&job, address(value[0]), value[1]);
+    there = look_up_rows(&job, address(value[0]), value[1], 0);
     Py_END_ALLOW_THREADS
     if (!there)
         return no_such_row();

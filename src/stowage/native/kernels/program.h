@@ -2,7 +2,7 @@
  * (executor/replay/programs). An address is an index into a list of buffers, which may change between calls, and an
  * offset. Included by kernels.c. */
 
-enum { LINEAR_LAYERS = 1, NORM_ROWS_OF = 2, POINTWISE = 3, PUT_INTO_BLOCKS = 4, ATTEND = 5, LINEAR_OF_STACKS = 6, PICK_ROWS = 7, ROTATE = 8, LOOK_UP_ROWS = 9 };
+enum { LINEAR_LAYERS = 1, NORM_ROWS_OF = 2, POINTWISE = 3, PUT_INTO_BLOCKS = 4, ATTEND = 5, LINEAR_OF_STACKS = 6, ROTATE = 7, LOOK_UP_ROWS = 8 };
 
 typedef struct {
     const int64_t *at, *end, *buffers;
@@ -94,22 +94,8 @@ static int run_linear_of_stacks(Reader *r, long threads)
     return there && (count == 0 || multiply_each(&shares, count, threads));
 }
 
-/* Rows of a table, of so many bytes; zeros where there is no such row. */
-static void run_pick(Reader *r)
-{
-    char *to = next_address(r);
-    const char *from = next_address(r);
-    const int64_t *chosen = next_address(r);
-    int64_t rows = next_number(r), bytes = next_number(r), count = next_number(r);
-    for (int64_t i = 0; i < rows && !r->wrong; i++) {
-        int64_t number = number_of(chosen, i, count);
-        memcpy(to + i * bytes, from + (number < 0 ? 0 : number) * bytes, (size_t)bytes);
-        if (number < 0)
-            memset(to + i * bytes, 0, (size_t)bytes);
-    }
-}
-
-/* Rows of a matrix in a format as numbers, or (format 0) of a table as they are, `inputs` bytes of each. */
+/* Rows of a matrix in a format as numbers, or (format 0) of a table as they are, `inputs` bytes of each. With
+ * `zeros`, a row that is not there is zeros. */
 static void run_look_up(Reader *r)
 {
     Linear job = {.form = FLOAT32, .group = 32};
@@ -122,8 +108,9 @@ static void run_look_up(Reader *r)
     job.w_row = next_number(r);
     job.format = (int)next_number(r);
     job.narrow = (int)next_number(r);
+    int zeros = (int)next_number(r);
     if (!r->wrong)
-        r->absent = !look_up_rows(&job, ids, rows);
+        r->absent = !look_up_rows(&job, ids, rows, zeros);
 }
 
 static float next_float(Reader *r)
@@ -272,9 +259,6 @@ static int run_all(Reader *r, long threads)
         case LINEAR_OF_STACKS:
             if (!run_linear_of_stacks(r, threads))
                 return 0;
-            break;
-        case PICK_ROWS:
-            run_pick(r);
             break;
         case LOOK_UP_ROWS:
             run_look_up(r);

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stowage.executor.replay.programs.buffers import CONSTANT, Address, Buffer, Buffers
 
-LINEAR, NORM, POINTWISE, PUT, ATTEND, STACKED, PICK, ROTATE, LOOK_UP_ROWS = range(1, 10)
+LINEAR, NORM, POINTWISE, PUT, ATTEND, STACKED, ROTATE, LOOK_UP_ROWS = range(1, 9)
 """Kinds of operations."""
 _READ_AT = {LINEAR: (2,), NORM: (1,), ROTATE: (1, 2, 6, 11), LOOK_UP_ROWS: (3,)}
 """The words of an operation that are addresses of rows that it reads."""

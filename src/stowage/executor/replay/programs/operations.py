@@ -37,7 +37,6 @@ from stowage.executor.replay.programs.encoding import (
     NEGATE,
     NORM,
     NOWHERE,
-    PICK,
     ROTATE,
     STACKED,
     SUBTRACT,
@@ -204,7 +203,7 @@ def _embedded(buffers: Buffers, args: list[Any], keywords: dict[str, Any], out: 
         form, narrow, rows = 0, 0, table
         row, numbers = table.stride(0) * table.element_size(), out.shape[-1] * out.element_size()
     words = (buffers.made(out), buffers.address_of(rows), buffers.address_of(ids), ids.numel(), rows.shape[0])
-    return Operation((LOOK_UP_ROWS, *words, numbers, row, form, narrow))
+    return Operation((LOOK_UP_ROWS, *words, numbers, row, form, narrow, 0))
 
 
 def _linear(buffers: Buffers, function: Any, args: list[Any], found: Any) -> list[Operation]:
@@ -296,9 +295,10 @@ def _plus_rows(buffers: Buffers, table: Tensor, chosen: Tensor, out: Tensor) -> 
     check(buffers.is_ours(table) and table.is_contiguous() and table.dtype is out.dtype)
     nbytes = out.shape[1] * out.element_size()
     picked = buffers.temporary(len(chosen) * nbytes)
-    words = (picked, buffers.address_of(table), buffers.address_of(chosen), len(chosen), nbytes, len(table))
+    words = (picked, buffers.address_of(table), buffers.address_of(chosen), len(chosen), len(table))
     rows = Side(picked, out.dtype, whole(out.shape))
-    return [Operation((PICK, *words)), pointwise(out.shape, ADD, new(buffers, out), new(buffers, out), rows)]
+    picks = Operation((LOOK_UP_ROWS, *words, nbytes, nbytes, 0, 0, 1))
+    return [picks, pointwise(out.shape, ADD, new(buffers, out), new(buffers, out), rows)]
 
 
 def _rotated(buffers: Buffers, args: Sequence[Any], found: Any) -> list[Operation]:

@@ -141,7 +141,7 @@ class Paging:
         done = []
         for out, place in zip(found, places, strict=True):
             row = out.nbytes // rows
-            done.append(Operation((LOOK_UP_ROWS, self.buffers.made(out), place, chosen, rows, _ANY, row, row, 0, 0)))
+            done.append(Operation((LOOK_UP_ROWS, self.buffers.made(out), place, chosen, rows, _ANY, row, row, 0, 0, 0)))
         return done
 
     def addresses(self, addresses: array[int], slot: Callable[[Buffer], int]) -> StepAddresses:
