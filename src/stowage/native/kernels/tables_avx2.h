@@ -104,7 +104,7 @@ static inline int avx2_are_eights(const float *zeros, int64_t groups)
     return _mm_testz_si128(odd, odd);
 }
 
-/* As the others of numbers_avx2.h; blocks of INT4_WORDS with the same scale and zero point have one table, those of NVFP4 two. */
+/* As the others of numbers_avx2.h; a block of NVFP4 has two tables. */
 static inline ALWAYS void avx2_dots_by_table(int format, int rows, const float *x, int64_t x_row, const uint8_t *const at[2],
                                             int64_t groups, int half, const float *const scales[4], __m256 *kept)
 {
@@ -124,22 +124,16 @@ static inline ALWAYS void avx2_dots_by_table(int format, int rows, const float *
     for (int64_t g = 0; g < groups + half; g++, x += DYNAMIC_GROUP) {
         __m256 scale = avx2_both(scales[0] + 4 * g, scales[1] + 4 * g), second = scale;
         Avx2Table table;
-        int alike = 0;
-        if (format == NVFP4)
+        if (turns)
             second = avx2_both(scales[2] + 4 * g, scales[3] + 4 * g);
-        if (words) {
-            zero = avx2_both(scales[2] + 4 * g, scales[3] + 4 * g);
-            __m256 others = _mm256_xor_ps(scale, _mm256_permute_ps(scale, 0));
-            others = _mm256_or_ps(others, _mm256_xor_ps(zero, _mm256_permute_ps(zero, 0)));
-            alike = _mm256_testz_si256((__m256i)others, (__m256i)others);
-            zero = _mm256_cvtepi32_ps((__m256i)zero);
-        }
+        if (words)
+            zero = _mm256_cvtepi32_ps((__m256i)second);
         UNROLLED for (int c = 0; c < 2; c++)
             FETCH_FAR(at[c] + 64 * g + AVX2_AHEAD);
         UNROLLED for (int b = 0; b < 4; b++) {
             if (b == 2 && g == groups)
                 break;
-            if (format != NVFP4 && (b == 0 || !alike)) {
+            if (format != NVFP4) {
                 __m256 own = _mm256_permute_ps(scale, 0x55 * b);
                 table = eights ? avx2_table_of_eights(own) : avx2_table_of(format, own, _mm256_permute_ps(zero, 0x55 * b));
             }
