@@ -11,9 +11,6 @@
  */
 
 /* Of `AVX2_LARGER` see tables_avx2.h. */
-#define AVX2_SCALED(OF)                                                                                                \
-    OF(Q8_0, q8_0, 34) OF(Q4_0, q4_0, 18) OF(IQ4_NL, iq4_nl, 18) OF(Q4_1, q4_1, 20) OF(Q5_0, q5_0, 22) OF(Q5_1, q5_1, 24) \
-    OF(MXFP4_BLOCK, mxfp4_block, 17)
 #define AVX2_GROUPED(OF) OF(MXFP4, mxfp4, 16) OF(INT4_WORDS, int4, 16)
 #define AVX2_HAS_GROUPS(FORMAT) ((FORMAT) == MXFP4 || (FORMAT) == INT4_WORDS)
 
@@ -306,14 +303,14 @@ static inline ALWAYS __m256 avx2_scale(int format, Avx2Groups groups, int output
         }                                                                                                              \
         return odd;                                                                                                    \
     }
-AVX2_SCALED(FILL)
+BLOCKS_OF_32(FILL)
 #undef FILL
 
 #define SIZES(...)                                                                                                     \
     PRODUCTS(__VA_ARGS__, 1, 1) PRODUCTS(__VA_ARGS__, 2, 1) PRODUCTS(__VA_ARGS__, 3, 1) PRODUCTS(__VA_ARGS__, 4, 1)    \
     PRODUCTS(__VA_ARGS__, 1, 4) PRODUCTS(__VA_ARGS__, 2, 2) PRODUCTS(__VA_ARGS__, 3, 2) PRODUCTS(__VA_ARGS__, 4, 2)
 #define OF(...) SIZES(__VA_ARGS__, 0) SIZES(__VA_ARGS__, 1)
-AVX2_SCALED(OF) AVX2_GROUPED(OF)
+BLOCKS_OF_32(OF) AVX2_GROUPED(OF)
 #undef OF
 #undef SIZES
 #undef PRODUCTS
@@ -337,7 +334,7 @@ typedef struct {
     [FORMAT] = {BYTES, avx2_have_##format, FILL, {ONE(format, 0), ONE(format, 1)}, {WIDE(format, 0), WIDE(format, 1)}},
 #define SCALED(FORMAT, format, BYTES) WAYS(FORMAT, format, BYTES, avx2_fill_blocks_##format)
 #define GROUPED(FORMAT, format, BYTES) WAYS(FORMAT, format, BYTES, NULL)
-static const Avx2BlockWays avx2_block_ways[FORMATS_END] = {AVX2_SCALED(SCALED) AVX2_GROUPED(GROUPED)};
+static const Avx2BlockWays avx2_block_ways[FORMATS_END] = {BLOCKS_OF_32(SCALED) AVX2_GROUPED(GROUPED)};
 #undef GROUPED
 #undef SCALED
 #undef WAYS

@@ -9,8 +9,9 @@
 /* Format, its name here, bytes of a block, scales of one, and how many parts of it are computed after each other, of so
  * many registers each. FOUR: where inputs are a multiple of 128. WIDE: where those of a group are. */
 #define CODED_NARROW(OF)                                                                                               \
-    OF(Q8_0, q8_0, 34, 1, 1, 1) OF(Q4_0, q4_0, 18, 1, 1, 1) OF(Q4_1, q4_1, 20, 2, 1, 1) OF(Q5_0, q5_0, 22, 1, 1, 1)    \
-    OF(Q5_1, q5_1, 24, 2, 1, 1) OF(IQ4_NL, iq4_nl, 18, 1, 1, 1) OF(MXFP4_BLOCK, mxfp4_block, 17, 1, 1, 1)              \
+    OF(Q8_0, q8_0, bytes_q8_0, 1, 1, 1) OF(Q4_0, q4_0, bytes_q4_0, 1, 1, 1) OF(Q4_1, q4_1, bytes_q4_1, 2, 1, 1)        \
+    OF(Q5_0, q5_0, bytes_q5_0, 1, 1, 1) OF(Q5_1, q5_1, bytes_q5_1, 2, 1, 1) OF(IQ4_NL, iq4_nl, bytes_iq4_nl, 1, 1, 1)  \
+    OF(MXFP4_BLOCK, mxfp4_block, bytes_mxfp4_block, 1, 1, 1)                                                           \
     OF(F32, f32, 128, 0, 1, 1) OF(F16, f16, 64, 0, 1, 1) OF(BF16, bf16, 64, 0, 1, 1) OF(MXFP4, mxfp4, 16, 1, 1, 1)     \
     OF(NVFP4, nvfp4, 16, 2, 1, 1) OF(FP8, fp8, 32, 1, 1, 1) OF(INT4_WORDS, int4, 16, 2, 1, 1)                          \
     OF(PACKED4, packed4, 32, 2, 1, 1) SUPER_BLOCKS(OF)

@@ -114,13 +114,6 @@ static inline ALWAYS void dynamic_codes_of(int format, const Coded *row, int64_t
         codes[i] = (uint8_t)code_of(format, row, k, i);
 }
 
-/* Bytes of a block of 32, or 256. */
-static const int block_bytes_of[FORMATS_END] = {[Q8_0] = 34, [Q4_0] = 18, [Q4_1] = 20, [Q5_0] = 22, [Q5_1] = 24,
-                                                [MXFP4_BLOCK] = 17, [IQ4_NL] = 18, [Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210,
-                                                [IQ4_XS] = 136, [Q3_K] = 110, [IQ2_XXS] = 66, [IQ2_XS] = 74, [IQ2_S] = 82,
-                                                [IQ3_XXS] = 98, [IQ3_S] = 110, [IQ1_S] = 50, [IQ1_M] = 56,
-                                                [TQ1_0] = 54, [TQ2_0] = 66, [Q1_0] = 36};
-
 static inline const uint8_t *dynamic_block(int format, const Coded *row, int64_t k)
 {
     return row->w + k / (format < Q2_K ? 32 : 256) * block_bytes_of[format];
@@ -251,16 +244,16 @@ static void dynamic_codes(const Linear *job, const Coded *row, int64_t k, uint8_
  * places are the first 16. */
 enum { SIGNED = 3 /* of whole numbers */, SMALL = 2, MEDIUM = 1, LARGE = 0 };
 #define DYNAMIC_BEGINS(OF)                                                                                             \
-    OF(Q8_0, q8_0, 136, 1, BIASED, LARGE)                                                                              \
-    OF(Q4_0, q4_0, 72, 1, BIASED, SMALL)                                                                               \
-    OF(Q4_1, q4_1, 80, 1, LEAST, SMALL)                                                                                \
-    OF(Q5_0, q5_0, 88, 1, BIASED, MEDIUM)                                                                              \
-    OF(Q5_1, q5_1, 96, 1, LEAST, MEDIUM)
+    OF(Q8_0, q8_0, 4 * bytes_q8_0, 1, BIASED, LARGE)                                                                   \
+    OF(Q4_0, q4_0, 4 * bytes_q4_0, 1, BIASED, SMALL)                                                                   \
+    OF(Q4_1, q4_1, 4 * bytes_q4_1, 1, LEAST, SMALL)                                                                    \
+    OF(Q5_0, q5_0, 4 * bytes_q5_0, 1, BIASED, MEDIUM)                                                                  \
+    OF(Q5_1, q5_1, 4 * bytes_q5_1, 1, LEAST, MEDIUM)
 #define DYNAMIC_SUPER(OF)                                                                                              \
-    OF(Q4_K, q4_k, 144, 2, LEAST, SMALL)                                                                               \
-    OF(Q5_K, q5_k, 176, 2, LEAST, MEDIUM)                                                                              \
-    OF(Q6_K, q6_k, 210, 2, TWO, MEDIUM)
-#define DYNAMIC_HERE(OF) DYNAMIC_BEGINS(OF) DYNAMIC_SUPER(OF) OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED, MEDIUM)
+    OF(Q4_K, q4_k, bytes_q4_k, 2, LEAST, SMALL)                                                                        \
+    OF(Q5_K, q5_k, bytes_q5_k, 2, LEAST, MEDIUM)                                                                       \
+    OF(Q6_K, q6_k, bytes_q6_k, 2, TWO, MEDIUM)
+#define DYNAMIC_HERE(OF) DYNAMIC_BEGINS(OF) DYNAMIC_SUPER(OF) OF(MXFP4_BLOCK, mxfp4_block, 4 * bytes_mxfp4_block, 1, BIASED, MEDIUM)
 #define DYNAMIC_LAID(OF) OF(PLAIN, plain, 128, 1, BIASED, LARGE) DYNAMIC_PACKED4(OF)
 #define DYNAMIC_PACKED4(OF)                                                                                            \
     OF(PACKED4, packed4, 128, 1, LEAST, SMALL)                                                                         \

@@ -4,22 +4,22 @@
  * dynamic_avx2_tiles.h.
  */
 /* Inputs of 8 bits are not multiplied with these, but with AVX2 their numbers are made alike. */
-#define AVX2_NOT_LINEAR(OF) OF(IQ4_NL, iq4_nl, 72, 1, BIASED, LARGE)
+#define AVX2_NOT_LINEAR(OF) OF(IQ4_NL, iq4_nl, 4 * bytes_iq4_nl, 1, BIASED, LARGE)
 #define AVX2_LOOKED_UP(OF)                                                                                             \
-    OF(IQ4_XS, iq4_xs, 136, 2, BIASED, LARGE)                                                                          \
+    OF(IQ4_XS, iq4_xs, bytes_iq4_xs, 2, BIASED, LARGE)                                                                 \
     OF(NVFP4, nvfp4, 64, 1, TWO, SIGNED)
 #define AVX2_SIGNED(OF)                                                                                                \
-    OF(Q3_K, q3_k, 110, 2, TWO, SIGNED)                                                                                \
-    OF(IQ2_XXS, iq2_xxs, 66, 2, TWO, SIGNED)                                                                           \
-    OF(IQ2_XS, iq2_xs, 74, 2, TWO, SIGNED)                                                                             \
-    OF(IQ2_S, iq2_s, 82, 2, TWO, SIGNED)                                                                               \
-    OF(IQ3_XXS, iq3_xxs, 98, 2, TWO, SIGNED)                                                                           \
-    OF(IQ3_S, iq3_s, 110, 2, TWO, SIGNED)                                                                              \
-    OF(IQ1_S, iq1_s, 50, 2, TWO, SIGNED)                                                                               \
-    OF(IQ1_M, iq1_m, 56, 2, TWO, SIGNED)                                                                               \
-    OF(TQ1_0, tq1_0, 54, 2, TWO, SIGNED)                                                                               \
-    OF(TQ2_0, tq2_0, 66, 2, TWO, SIGNED)                                                                               \
-    OF(Q1_0, q1_0, 36, 2, TWO, SIGNED)
+    OF(Q3_K, q3_k, bytes_q3_k, 2, TWO, SIGNED)                                                                         \
+    OF(IQ2_XXS, iq2_xxs, bytes_iq2_xxs, 2, TWO, SIGNED)                                                                \
+    OF(IQ2_XS, iq2_xs, bytes_iq2_xs, 2, TWO, SIGNED)                                                                   \
+    OF(IQ2_S, iq2_s, bytes_iq2_s, 2, TWO, SIGNED)                                                                      \
+    OF(IQ3_XXS, iq3_xxs, bytes_iq3_xxs, 2, TWO, SIGNED)                                                                \
+    OF(IQ3_S, iq3_s, bytes_iq3_s, 2, TWO, SIGNED)                                                                      \
+    OF(IQ1_S, iq1_s, bytes_iq1_s, 2, TWO, SIGNED)                                                                      \
+    OF(IQ1_M, iq1_m, bytes_iq1_m, 2, TWO, SIGNED)                                                                      \
+    OF(TQ1_0, tq1_0, bytes_tq1_0, 2, TWO, SIGNED)                                                                      \
+    OF(TQ2_0, tq2_0, bytes_tq2_0, 2, TWO, SIGNED)                                                                      \
+    OF(Q1_0, q1_0, bytes_q1_0, 2, TWO, SIGNED)
 enum { AVX2_FEW = 8, AVX2_WIDE = 16, AVX2_TILE = 4, AVX2_AHEAD = 4096, AVX2_BYTES = DYNAMIC_GROUP + 8 }; /* of a group at most */
 
 static inline ALWAYS __m256i avx2_twice(const void *from)

@@ -2,16 +2,16 @@
  * code, block by block; coded.h is faster in bfloat16.
  */
 
-#define BLOCK(format, VALUES, BYTES)                                                                                   \
+#define BLOCK(format, VALUES)                                                                                          \
     static inline ALWAYS void NAME(block_##format)(const uint8_t *block, float *to);                                   \
     static void NAME(decode_##format)(const Coded *row, int64_t k, int count, float *to)                               \
     {                                                                                                                  \
         (void)count;                                                                                                   \
-        NAME(block_##format)(row->w + k / VALUES * BYTES, to);                                                         \
+        NAME(block_##format)(row->w + k / VALUES * bytes_##format, to);                                                \
     }                                                                                                                  \
     static inline ALWAYS void NAME(block_##format)(const uint8_t *block, float *to)
 
-BLOCK(q8_0, 32, 34)
+BLOCK(q8_0, 32)
 {
     float scale = read_half(block);
     for (int i = 0; i < 32; i++)
@@ -28,18 +28,18 @@ static inline ALWAYS void NAME(decode_halves_of)(const uint8_t *codes, uint32_t 
     }
 }
 
-#define OF(format, BYTES, CODES, HIGH, FROM, LEAST)                                                                    \
-    BLOCK(format, 32, BYTES)                                                                                           \
+#define OF(format, CODES, HIGH, FROM, LEAST)                                                                           \
+    BLOCK(format, 32)                                                                                                  \
     {                                                                                                                  \
         NAME(decode_halves_of)(block + CODES, HIGH, FROM, read_half(block), LEAST, to);                                \
     }
-OF(q4_0, 18, 2, 0, 8, -0.0f)
-OF(q4_1, 20, 4, 0, 0, read_half(block + 2))
-OF(q5_0, 22, 6, read_word(block + 2), 16, -0.0f)
-OF(q5_1, 24, 8, read_word(block + 4), 0, read_half(block + 2))
+OF(q4_0, 2, 0, 8, -0.0f)
+OF(q4_1, 4, 0, 0, read_half(block + 2))
+OF(q5_0, 6, read_word(block + 2), 16, -0.0f)
+OF(q5_1, 8, read_word(block + 4), 0, read_half(block + 2))
 #undef OF
 
-BLOCK(iq4_nl, 32, 18)
+BLOCK(iq4_nl, 32)
 {
     int8_t codes[32];
     float scale = read_half(block);
@@ -48,7 +48,7 @@ BLOCK(iq4_nl, 32, 18)
         to[i] = (float)codes[i] * scale;
 }
 
-BLOCK(mxfp4_block, 32, 17)
+BLOCK(mxfp4_block, 32)
 {
     float scale = power_of(block[0]);
     for (int i = 0; i < 16; i++) {
@@ -57,8 +57,8 @@ BLOCK(mxfp4_block, 32, 17)
     }
 }
 
-#define OF(FORMAT, format, BYTES, ...)                                                                                 \
-    BLOCK(format, 256, BYTES)                                                                                          \
+#define OF(FORMAT, format, ...)                                                                                        \
+    BLOCK(format, 256)                                                                                                 \
     {                                                                                                                  \
         float scales[32] = {[16] = -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, \
                             -0.0f, -0.0f, -0.0f, -0.0f};                                                               \

@@ -22,6 +22,11 @@ static const int scale_bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF
 enum { PLAIN = 0 /* of the job's form */, ALL_FORMATS(OF), FORMATS_END,
        INPUTS_FIRST = FORMATS_END /* as PLAIN; rows of `w_row` numbers are those of inputs */ };
 
+/* Bytes of a block of 32 inputs that has its scale in it. */
+#define BLOCKS_OF_32(OF)                                                                                               \
+    OF(Q8_0, q8_0, 34) OF(Q4_0, q4_0, 18) OF(IQ4_NL, iq4_nl, 18) OF(Q4_1, q4_1, 20) OF(Q5_0, q5_0, 22) OF(Q5_1, q5_1, 24) \
+    OF(MXFP4_BLOCK, mxfp4_block, 17)
+
 /* The distance of rows that are dequantized for a multiplication. */
 static inline int64_t laid_stride(const Linear *job)
 {

@@ -237,7 +237,7 @@ static inline ALWAYS __m256 avx2_number(DynamicKind kind, int size, int long_sca
 /* Powers of two times numbers of two bits. */
 #define EXACT(FORMAT) ((FORMAT) == MXFP4 || (FORMAT) == MXFP4_BLOCK)
 #define AVX2_FILLED(OF)                                                                                                \
-    DYNAMIC_BEGINS(OF) AVX2_NOT_LINEAR(OF) OF(MXFP4, mxfp4, 64, 1, BIASED, MEDIUM) OF(MXFP4_BLOCK, mxfp4_block, 68, 1, BIASED, MEDIUM)
+    DYNAMIC_BEGINS(OF) AVX2_NOT_LINEAR(OF) OF(MXFP4, mxfp4, 64, 1, BIASED, MEDIUM) OF(MXFP4_BLOCK, mxfp4_block, 4 * bytes_mxfp4_block, 1, BIASED, MEDIUM)
 AVX2_FILLED(NUMBERS) DYNAMIC_SUPER(NUMBERS) DYNAMIC_PACKED4(NUMBERS) AVX2_BY_TABLE(NUMBERS) AVX2_SIGNED(NUMBERS)
 #define OF(...) DOTS(__VA_ARGS__, 1) DOTS(__VA_ARGS__, 2)
 DYNAMIC_SUPER(OF) DYNAMIC_PACKED4(OF) AVX2_SIGNED(OF)

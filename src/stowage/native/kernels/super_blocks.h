@@ -16,6 +16,13 @@
     OF(Q2_K, q2_k, 84, 32, 8, 1) OF(Q3_K, q3_k, 110, 16, 8, 1) OF(Q4_K, q4_k, 144, 16, 4, 2)                           \
     OF(Q5_K, q5_k, 176, 16, 4, 2) OF(Q6_K, q6_k, 210, 16, 8, 1) OF(IQ4_XS, iq4_xs, 136, 16, 8, 1) I_QUANTS(OF) SIGNS(OF)
 
+#define OF(FORMAT, format, BYTES, ...) bytes_##format = BYTES,
+enum { BLOCKS_OF_32(OF) SUPER_BLOCKS(OF) };
+#undef OF
+#define OF(FORMAT, format, ...) [FORMAT] = bytes_##format,
+static const int block_bytes_of[FORMATS_END] = {BLOCKS_OF_32(OF) SUPER_BLOCKS(OF)};
+#undef OF
+
 static const int8_t not_linear[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 /* Number i of part j. */
