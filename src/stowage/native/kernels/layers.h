@@ -358,10 +358,7 @@ static int look_up_rows(const Linear *job, const int64_t *ids, int64_t count, in
             return 0;
         if (!job->format) {
             char *to = (char *)job->y + i * job->inputs;
-            if (there)
-                memcpy(to, (const char *)job->w + ids[i] * job->w_row, (size_t)job->inputs);
-            else
-                memset(to, 0, (size_t)job->inputs);
+            there ? memcpy(to, (const char *)job->w + ids[i] * job->w_row, (size_t)job->inputs) : memset(to, 0, (size_t)job->inputs);
             continue;
         }
         for (int64_t k = 0, end; k < job->inputs; k = end) {
