@@ -139,8 +139,10 @@ def _named(given: list[str], base: str) -> dict[str, str]:
 
 
 def _name_of(model: str) -> str:
-    """The hub's id, or the last part of a directory: where it lies is nobody's business."""
+    """The hub's id, or the last part of a directory's or a file's name: where it lies is nobody's business."""
     path = Path(model).expanduser()
+    if path.is_file():
+        return path.name  # of a link in the hub's cache: what it leads to is called after its content
     return path.resolve().name if path.is_dir() else model
 
 

@@ -128,7 +128,8 @@ class Prompts:
         return characters_most(self._tokenizer)
 
     def _apply_chat_template(self, messages: list[Any], template: Mapping[str, Any]) -> str:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
+        from jinja2.exceptions import SecurityError
 
         tokenizer = self._tokenizer
         if tokenizer is None:
@@ -142,6 +143,11 @@ class Prompts:
                 messages = [{**m, "content": _parts(m["content"])} for m in messages]
             given = {"add_generation_prompt": True, **template}
             return str(tokenizer.apply_chat_template(messages, tokenize=False, **given))
+        except (TemplateSyntaxError, SecurityError) as error:
+            raise RequestError(
+                f"the model's chat template cannot be used, whatever the messages: {error}. Start with another one: "
+                "--chat-template FILE"
+            ) from error
         except (
             TemplateError,
             TypeError,

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Final
 
+from blake3 import blake3
+
 from stowage.engine.sampling_params import Thinking
 from stowage.server.tools.formats import AUTO, FORMATS, of_template
 from stowage.server.tools.parser import THINK_BEGIN, THINK_END
@@ -62,8 +64,28 @@ class ChatTemplate:
         """The messages and values that the template is rendered with."""
         if self._knows_tools:
             described = [tool.described for tool in tools.tools]
+            if not all(tool.description for tool in tools.tools) and self._joins_descriptions:
+                described = [one | {"function": {"description": ""} | one["function"]} for one in described]
+            if self.format.id_characters:
+                messages = [_with_short_ids(message, self.format.id_characters) for message in messages]
             return messages, dict(template) | ({"tools": described} if described else {})
         return _in_words(messages, tools), dict(template)
+
+    @cached_property
+    def _joins_descriptions(self) -> bool:
+        """Whether the template fails at a tool without a description, as Hermes' does, and takes an empty one."""
+        return self._renders({"description": ""}) and not self._renders({})
+
+    def _renders(self, said: dict[str, str]) -> bool:
+        from jinja2 import TemplateError
+
+        function = {"name": "f", **said, "parameters": {"type": "object", "properties": {}}}
+        told = {"tools": [{"type": "function", "function": function}], "add_generation_prompt": True}
+        try:
+            self._tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False, **told)
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError):
+            return False
+        return True
 
     def thoughts(self, prompt: list[int]) -> tuple[bool, bool]:
         """Whether an answer to this prompt may have reasoning, and whether it begins within it."""
@@ -86,6 +108,23 @@ class ChatTemplate:
     def _is_special(self, text: str) -> bool:
         token = self._token(text)
         return token is not None and not self._tokenizer.decode([token], skip_special_tokens=True)
+
+
+def _with_short_ids(message: dict[str, Any], characters: int) -> dict[str, Any]:
+    """Mistral's templates refuse identities of calls of any other length, such as those that other servers give: these
+    become a digest of themselves.
+    """
+
+    def short(identity: str) -> str:
+        if len(identity) == characters and identity.isalnum():
+            return identity
+        return blake3(identity.encode()).hexdigest()[:characters]
+
+    if "tool_call_id" in message:
+        message = message | {"tool_call_id": short(message["tool_call_id"])}
+    if "tool_calls" in message:
+        message = message | {"tool_calls": [call | {"id": short(call["id"])} for call in message["tool_calls"]]}
+    return message
 
 
 def _in_words(messages: list[dict[str, Any]], tools: RequestTools) -> list[dict[str, Any]]:
