@@ -24,6 +24,11 @@ pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are 
 ODD = {"fp8": ((130, 200), (37, 4128)), "f16": ((37, 75),), "bf16": ((37, 75),), "f32": ((37, 75),)}
 
 
+def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) -> Tensor:
+    """``x`` times a matrix in the format that it was published in."""
+    return kernels.linear_of(x, kernels.of_blocks(matrix), bias)
+
+
 def all_shapes_of(spec: Spec) -> list[Spec]:
     return [*shapes_of(spec), *(replace(spec, outputs=n, inputs=k) for n, k in ODD.get(spec.name, ()))]
 
@@ -41,10 +46,10 @@ def test_products_have_the_bits_of_those_with_unpacked_weights(
         expected = kernels.linear(x, plain)
         assert bool(expected.isfinite().all())
         for rows in (1, 2, 3, 5, 8, 9, 12, 13, 16, 65, 300):
-            found = kernels.linear_blocks(x[:rows], matrix)
+            found = linear_blocks(x[:rows], matrix)
             assert torch.equal(found, expected[:rows]), (one, rows)
         bias = torch.randn(one.outputs).to(dtype)
-        assert torch.equal(kernels.linear_blocks(x[:3], matrix, bias), kernels.linear(x[:3], plain, bias)), one
+        assert torch.equal(linear_blocks(x[:3], matrix, bias), kernels.linear(x[:3], plain, bias)), one
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
@@ -62,7 +67,7 @@ def test_scales_of_any_size(instructions: None, scale_dtype: torch.dtype, zeros:
         x = torch.zeros(9, spec.inputs).bfloat16()
         x[:, 40::250] = 2.0 ** (-power / 2)
         for rows in (1, 2, 4, 9):
-            found = kernels.linear_blocks(x[:rows], BlockMatrix(spec, parts, torch.bfloat16))
+            found = linear_blocks(x[:rows], BlockMatrix(spec, parts, torch.bfloat16))
             assert torch.equal(found.nan_to_num(7), kernels.linear(x[:rows], plain).nan_to_num(7)), (power, rows)
 
 
@@ -83,7 +88,7 @@ def test_every_scale_of_nvfp4_and_global_scales_of_any_size(instructions: None, 
         given = (x * 2.0 ** (-power / 2)).bfloat16()
         matrix = BlockMatrix(spec, parts | {"globals": own}, torch.bfloat16)
         for rows in (1, 2, 4, 9):
-            found = kernels.linear_blocks(given[:rows], matrix)
+            found = linear_blocks(given[:rows], matrix)
             assert torch.equal(found.nan_to_num(7), kernels.linear(given[:rows], plain).nan_to_num(7)), (power, rows)
 
 
@@ -110,7 +115,7 @@ def test_scales_of_infinity_give_what_dequantized_weights_give(instructions: Non
     plain = dequantized(spec, parts, torch.bfloat16)
     x = torch.ones(4, spec.inputs).bfloat16()
     for count in (1, 2, 4):
-        found = kernels.linear_blocks(x[:count], BlockMatrix(spec, parts, torch.bfloat16))
+        found = linear_blocks(x[:count], BlockMatrix(spec, parts, torch.bfloat16))
         assert torch.equal(found, kernels.linear(x[:count], plain)) and bool(found[:, ::2].isinf().all())
 
 
@@ -125,7 +130,7 @@ def test_every_half_is_a_scale(instructions: None, name: str) -> None:
     expected = kernels.linear(x := torch.randn(9, spec.inputs).bfloat16(), dequantized(spec, parts, torch.bfloat16))
     assert int(expected[0].isfinite().sum()) == 496  # all but those of no numbers
     for rows in (1, 2, 4, 7, 9):
-        found = kernels.linear_blocks(x[:rows], BlockMatrix(spec, parts, torch.bfloat16))
+        found = linear_blocks(x[:rows], BlockMatrix(spec, parts, torch.bfloat16))
         assert torch.equal(found.nan_to_num(7), expected[:rows].nan_to_num(7)), rows
 
 
@@ -142,7 +147,7 @@ def test_every_short_float(instructions: None, name: str, dtype: torch.dtype) ->
     plain = dequantized(spec, parts, dtype)
     finite = torch.where(plain.isfinite(), plain, 0)
     for rows in (1, 5, 37):
-        found = kernels.linear_blocks(x[:rows], BlockMatrix(spec, parts, dtype))
+        found = linear_blocks(x[:rows], BlockMatrix(spec, parts, dtype))
         assert torch.equal(found.nan_to_num(7), kernels.linear(x[:rows], plain).nan_to_num(7)), rows
     assert torch.equal(kernels.linear(x, finite), finite[:, ::7].T)
 
@@ -159,7 +164,7 @@ def test_codes_that_lie_by_inputs_have_scales_of_any_group(instructions: None, n
         plain = dequantized(spec, parts, torch.bfloat16)
         x = torch.randn(8, width, generator=torch.Generator().manual_seed(1)).bfloat16()
         for rows in (1, 2, 3, 8):
-            found = kernels.linear_blocks(x[:rows], BlockMatrix(spec, parts, torch.bfloat16))
+            found = linear_blocks(x[:rows], BlockMatrix(spec, parts, torch.bfloat16))
             assert torch.equal(found, kernels.linear(x[:rows], plain)), (spec, rows)
 
 
@@ -272,7 +277,7 @@ def test_no_number_is_no_number() -> None:
             part.view(torch.uint8)[3:4].fill_(255)
         for dtype in kernels.DTYPES:
             matrix: Any = BlockMatrix(spec, parts, dtype)
-            found = kernels.linear_blocks(torch.ones(2, spec.inputs, dtype=dtype), matrix)
+            found = linear_blocks(torch.ones(2, spec.inputs, dtype=dtype), matrix)
             assert torch.equal(found.isnan(), dequantized(spec, parts).sum(1).isnan().expand(2, 16)), spec
 
 
@@ -286,7 +291,7 @@ def test_every_float_of_8_bits_times_scales_of_both_signs_that_outputs_share() -
     for rows in (1, 2, 8):  # one input each: products show every weight
         for at in range(0, 256, rows):
             expected = kernels.linear(x[at : at + rows], matrix.dequantized())
-            assert torch.equal(kernels.linear_blocks(x[at : at + rows], matrix), expected), at
+            assert torch.equal(linear_blocks(x[at : at + rows], matrix), expected), at
 
 
 def test_what_is_away_or_scaled_at_odd_places_is_left_to_the_reference() -> None:

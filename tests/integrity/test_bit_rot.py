@@ -39,7 +39,7 @@ def test_every_bit_of_a_64_kib_payload_is_verified(tmp_path: Path) -> None:
         assert client.store([name], [CHUNK_BYTES], [5]).ok.all()
         (buffer,) = aligned([CHUNK_BYTES])
         found = client.tier._index.find([name])
-        (run,) = plan_runs([name], [buffer], found, client.tier._catalog.opened, 1)
+        (run,) = plan_runs([name], [buffer], found, client.tier._catalog.opened)
         assert Reader(client.tier._directory, NAMESPACE).read(run) == [Result.OK]
         fields = pack_fields(name, NAMESPACE, 5, CHUNK_BYTES)
         verify, offset, digest = run.guard.verify, run.offsets[0], run.digests.tobytes()

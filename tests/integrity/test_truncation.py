@@ -99,7 +99,7 @@ def test_every_length_under_a_tier_that_has_the_index(good: Surgery, tmp_path: P
     buffers = aligned(LENGTHS)
     with opened(tmp_path / "c") as client:
         reader = Reader(client.tier._directory, NAMESPACE)
-        (run,) = plan_runs(NAMES, buffers, client.tier._index.find(NAMES), client.tier._catalog.opened, 1)
+        (run,) = plan_runs(NAMES, buffers, client.tier._index.find(NAMES), client.tier._catalog.opened)
         for length in range(len(whole), 0, few_or_all(-7, -1)):
             os.truncate(good.path, length)
             results = reader.read(run)

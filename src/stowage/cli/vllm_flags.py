@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stowage.cli.checks import Check
+from stowage.config.spelling import flag_of
 from stowage.errors import ConfigError
 from stowage.plugins.vllm.adapter import READ_FROM_FILES
 from stowage.plugins.vllm.settings import Options, read
@@ -164,7 +165,7 @@ def check_flags(flags: Mapping[str, str], *, recurrent: bool) -> list[Check]:
     checks = []
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if number(flags, name) > 1:
-            checks.append(_refused(f"{_spelled(name)} is {flags[name]}", f"Leave {_spelled(name)} out."))
+            checks.append(_refused(f"{flag_of(name)} is {flags[name]}", f"Leave {flag_of(name)} out."))
     if _is_on(flags, "enable_sleep_mode"):
         checks.append(_refused("sleep mode does not go with the connector", "Leave --enable-sleep-mode out."))
     if "extract_hidden_states" in flags.get("speculative_config", ""):
@@ -189,16 +190,12 @@ def check_flags(flags: Mapping[str, str], *, recurrent: bool) -> list[Check]:
         checks.append(Check(_FLAGS, "note", "no metrics, Stowage's neither", "Leave --disable-log-stats out."))
     for name in ("prefix_caching_hash_algo", "enable_prefix_caching"):
         if name in flags and not recurrent:
-            checks.append(Check(_FLAGS, "ok", f"{_spelled(name)} does not matter: chunks are named by their tokens"))
+            checks.append(Check(_FLAGS, "ok", f"{flag_of(name)} does not matter: chunks are named by their tokens"))
     return checks or [Check(_FLAGS, "ok", "none that the connector minds")]
 
 
 def _refused(found: str, fix: str) -> Check:
     return Check(_FLAGS, "problem", found, fix)
-
-
-def _spelled(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _is_on(flags: Mapping[str, str], name: str) -> bool:

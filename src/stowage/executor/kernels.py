@@ -127,16 +127,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def supports_blocks(x: Tensor, matrix: BlockMatrix) -> bool:
-    """Whether ``linear_blocks`` can compute this: the bytes are in memory, and inputs and scales meet at 32 inputs."""
+    """Whether ``linear_of`` can multiply with this: its bytes are here, and inputs and scales meet at 32 inputs."""
     on_cpu = all(part.device.type == "cpu" for part in matrix.parts.values())
     return x.dtype in DTYPES and on_cpu and matrix.is_here and matrix.spec.meets_at(32)
-
-
-def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) -> Tensor:
-    """``x`` ``[..., inputs]`` times a matrix in the format that it was published in, plus ``bias``; see
-    ``supports_blocks``. To the bit what ``linear`` gives with the matrix's values in the type of ``x``.
-    """
-    return linear_of(x, of_blocks(matrix), bias)
 
 
 def supports_lookup(ids: Tensor, weight: object) -> bool:
@@ -222,7 +215,9 @@ def int8_product(x: Tensor, weight: PackedMatrix) -> Matrix | None:
 
 
 def of_blocks(matrix: BlockMatrix) -> Matrix:
-    """A matrix that ``linear_blocks`` supports."""
+    """A matrix in the format that it was published in, of which ``supports_blocks``. To the bit its products are those
+    with its values in the type of the inputs.
+    """
     spec, parts = matrix.spec, matrix.parts
     codes = next(iter(parts.values()))
     scales, zeros = beside_codes(parts)

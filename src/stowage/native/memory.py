@@ -9,13 +9,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 from functools import cache
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 HUGE_BYTES: Final = 2 << 20
 _LARGEST_KEPT: Final = (32 << 20) - (64 << 10)
 """Just below ``DEFAULT_MMAP_THRESHOLD_MAX`` of glibc, with room for a chunk's header."""
+
+_Memory: TypeAlias = "bytes | memoryview | mmap.mmap | NDArray[np.uint8]"
 
 
 def anonymous(nbytes: int) -> mmap.mmap:
@@ -38,9 +41,19 @@ def pages(nbytes: int) -> memoryview:
     if not huge:
         return memoryview(anonymous(nbytes))
     mapping = anonymous(nbytes + HUGE_BYTES)  # what lies around the huge pages is never touched, so it takes no memory
-    begin = -int(np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]) % HUGE_BYTES
+    begin = -address_of(mapping) % HUGE_BYTES
     in_huge_pages(mapping, begin, huge)
     return memoryview(mapping)[begin : begin + nbytes]
+
+
+def address_of(memory: _Memory) -> int:
+    """Where its first byte is."""
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+
+
+def copy(source: _Memory, target: _Memory) -> None:
+    """All of ``source``, to as much memory, without the interpreter's lock: others go on."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 @cache

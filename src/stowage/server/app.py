@@ -192,50 +192,42 @@ LOOKUPS: Final[tuple[tuple[str, Read[dict[str, Any]]], ...]] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class Generation:
     """One API that generates: an ASGI application."""
 
-    def __init__(
-        self,
-        api: Api,
-        async_engine: AsyncEngine,
-        limits: Limits,
-        metrics: ServerMetrics,
-        body_reader: BodyReader,
-        request_history: RequestHistory,
-    ) -> None:
-        self._api = api
-        self._async_engine = async_engine
-        self._limits = limits
-        self._metrics = metrics
-        self._body_reader = body_reader
-        self._request_history = request_history
+    api: Api
+    async_engine: AsyncEngine
+    limits: Limits
+    metrics: ServerMetrics
+    body_reader: BodyReader
+    request_history: RequestHistory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context: RequestContext = scope[CONTEXT]
-        self._async_engine.refuse_if_full()
-        reservation = Reservation(self._async_engine.memory, context.client)
+        self.async_engine.refuse_if_full()
+        reservation = Reservation(self.async_engine.memory, context.client)
         try:
-            async with asyncio.timeout(self._limits.request_timeout_s):
-                body = await self._body_reader.read(Request(scope, receive), reservation)
+            async with asyncio.timeout(self.limits.request_timeout_s):
+                body = await self.body_reader.read(Request(scope, receive), reservation)
                 reservation.take(bytes_to_read(body))
-                request = await while_connected(receive, self._async_engine.read(self._api.read, body, reservation))
+                request = await while_connected(receive, self.async_engine.read(self.api.read, body, reservation))
                 del body
                 reservation.shrink(bytes_asked(request))
                 await while_connected(receive, self._serve(request, context, send, reservation))
         except TimeoutError as error:
-            raise took_too_long(self._limits) from error
+            raise took_too_long(self.limits) from error
         finally:
             reservation.close()
 
     async def _serve(
         self, request: GenerationRequest, context: RequestContext, send: Send, reservation: Reservation
     ) -> None:
-        self._metrics.observe_prompts(context.route, request)
-        exchange = await self._async_engine.open(request, context.tenant.salt(request.cache_salt), reservation)
-        self._request_history.begin(context, exchange)
+        self.metrics.observe_prompts(context.route, request)
+        exchange = await self.async_engine.open(request, context.tenant.salt(request.cache_salt), reservation)
+        self.request_history.begin(context, exchange)
         try:
-            answer = self._api.answer(request, exchange.vocabulary, exact=exchange.exact)
+            answer = self.api.answer(request, exchange.vocabulary, exact=exchange.exact)
             await (self._stream if request.stream else self._whole)(exchange, answer, context, send)
         finally:
             exchange.close()
@@ -246,7 +238,7 @@ class Generation:
             logprobs += entries(delta.logprobs) + entries(delta.prompt_logprobs)
             characters += len(delta.text)
         exchange.reservation.take(bytes_encoded(logprobs, characters))
-        await send_json(send, 200, await self._async_engine.run(lambda: encoded(answer.whole(exchange.scores))))
+        await send_json(send, 200, await self.async_engine.run(lambda: encoded(answer.whole(exchange.scores))))
 
     async def _stream(self, exchange: Exchange, answer: Answer, context: RequestContext, send: Send) -> None:
         events = context.events = EventStream(send, answer.failure)
@@ -258,7 +250,7 @@ class Generation:
             choice, delta = piece
             scores = exchange.scores.get(choice // request.n, ())
             if scores:  # with prompt log-probabilities a piece may be long to encode
-                found = await self._async_engine.run(partial(_events, answer, choice, delta, scores))
+                found = await self.async_engine.run(partial(_events, answer, choice, delta, scores))
             else:
                 found = _events(answer, choice, delta, ())
             for name, event in found:
@@ -274,10 +266,10 @@ class Generation:
         async for choice, delta in exchange.pieces():
             if context.first_token_s is None:
                 context.first_token_s = context.seconds
-                self._metrics.first_token.labels(context.route).observe(context.first_token_s)
+                self.metrics.first_token.labels(context.route).observe(context.first_token_s)
             if delta.completion is not None:
                 answer.ended(choice, delta.completion)
-                self._metrics.observe_choice(context.route, exchange.request, choice, delta.completion)
+                self.metrics.observe_choice(context.route, exchange.request, choice, delta.completion)
             yield choice, delta
 
 
@@ -285,27 +277,25 @@ def _events(answer: Answer, choice: int, delta: Delta, scores: Scores) -> list[t
     return [(name, encoded(value)) for name, value in answer.events(choice, delta, scores)]
 
 
+@dataclass(frozen=True, slots=True)
 class Lookup:
     """A route that generates nothing: an ASGI application. `read` parses the body and returns the answer."""
 
-    def __init__(
-        self, read: Read[dict[str, Any]], async_engine: AsyncEngine, limits: Limits, body_reader: BodyReader
-    ) -> None:
-        self._read = read
-        self._async_engine = async_engine
-        self._limits = limits
-        self._body_reader = body_reader
+    read: Read[dict[str, Any]]
+    async_engine: AsyncEngine
+    limits: Limits
+    body_reader: BodyReader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context: RequestContext = scope[CONTEXT]
-        reservation = Reservation(self._async_engine.memory, context.client)
+        reservation = Reservation(self.async_engine.memory, context.client)
         try:
-            async with asyncio.timeout(self._limits.request_timeout_s):
-                body = await self._body_reader.read(Request(scope, receive), reservation)
+            async with asyncio.timeout(self.limits.request_timeout_s):
+                body = await self.body_reader.read(Request(scope, receive), reservation)
                 reservation.take(bytes_to_read(body))
-                found = await while_connected(receive, self._async_engine.read(self._read, body, reservation))
-                await send_json(send, 200, await self._async_engine.run(lambda: encoded(found)))
+                found = await while_connected(receive, self.async_engine.read(self.read, body, reservation))
+                await send_json(send, 200, await self.async_engine.run(lambda: encoded(found)))
         except TimeoutError as error:
-            raise took_too_long(self._limits) from error
+            raise took_too_long(self.limits) from error
         finally:
             reservation.close()

@@ -46,7 +46,7 @@ class HostArena:
             [slab.offset_bytes + slab.slot_bytes * np.arange(slab.slots, dtype=np.int64) for slab in slabs]
         )
         self._sizes: IntArray = np.concatenate([np.full(slab.slots, slab.slot_bytes, np.int64) for slab in slabs])
-        self.huge_pages = in_huge_pages(self._mapping)
+        in_huge_pages(self._mapping)
         self._view: memoryview | None = memoryview(self._mapping)
         self._array: NDArray[np.uint8] | None = np.frombuffer(self._mapping, np.uint8)
 

@@ -53,7 +53,6 @@ class NeighbourTier(Reporter):
         self._lease = lease
         self._clock = clock
         self._known: dict[Path, _Known] = {}
-        self._gone: set[bytes] = set()
         self._under_way = 0
         self._turn = threading.Lock()
         self._closed = False

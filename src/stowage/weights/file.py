@@ -18,6 +18,7 @@ import numpy as np
 
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import CheckpointError
+from stowage.native.memory import address_of
 
 _HEADER_BYTES_MAX: Final = 100 << 20
 _MINCORE: Final[Any] = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
@@ -93,7 +94,7 @@ class File:
         pages = self._pages  # another thread may map it too
         if not pages or offset >= self.length:
             return 0
-        begin = int(np.frombuffer(pages, np.uint8).__array_interface__["data"][0])
+        begin = address_of(pages)
         resident = np.zeros(-(-min(length, self.length - offset) // PAGE_BYTES), np.uint8)
         if _MINCORE(ctypes.c_void_p(begin + offset), ctypes.c_size_t(resident.size * PAGE_BYTES), resident.ctypes):
             return 0

@@ -12,6 +12,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.native.memory import address_of
 from stowage.weights.checkpoint import Checkpoint, Segment
 
 _HEAD_BYTES = 64
@@ -34,7 +35,7 @@ class Locator:
 
         ``name`` of the parameter decides between tensors with the same bytes: those of its own layer.
         """
-        address = int(raw.__array_interface__["data"][0])
+        address = address_of(raw)
         mapped = self._checkpoint.mapped_at(address, raw.nbytes, self._mappings)
         if mapped is None:
             around = [

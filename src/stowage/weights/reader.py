@@ -22,12 +22,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-import numpy as np
-
 from stowage.core.geometry import PAGE_BYTES
 from stowage.core.read_buffers import ReadBuffers
 from stowage.errors import StorageError
-from stowage.native.memory import HUGE_BYTES, pages
+from stowage.native.memory import HUGE_BYTES, address_of, copy, pages
 from stowage.weights.file import File
 from stowage.weights.lossless.packed_tensor import PackedTensor
 
@@ -362,21 +360,13 @@ class _Buffer:
         return whole[:_HALF_BYTES]
 
 
-def _address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
-
-
-def _copy(source: memoryview, into: memoryview) -> None:
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))  # releases the interpreter's lock
-
-
 def _in_whole_pages(read: Read) -> bool:
-    return not (read.offset % PAGE_BYTES or read.into.nbytes % PAGE_BYTES or _address(read.into) % PAGE_BYTES)
+    return not (read.offset % PAGE_BYTES or read.into.nbytes % PAGE_BYTES or address_of(read.into) % PAGE_BYTES)
 
 
 def _fill(read: Read, buffer: _Buffer) -> None:
     if isinstance(read.source, memoryview):
-        _copy(read.source[read.offset : read.offset + read.into.nbytes], read.into)
+        copy(read.source[read.offset : read.offset + read.into.nbytes], read.into)
         return
     whole_pages = _in_whole_pages(read)
     if read.source.direct >= 0 and not whole_pages and read.into.nbytes >= _BUFFERED_BYTES:
@@ -384,6 +374,6 @@ def _fill(read: Read, buffer: _Buffer) -> None:
         end = -(-(read.offset + read.into.nbytes) // PAGE_BYTES) * PAGE_BYTES
         around = buffer.taken(end - begin)
         _fill(Read(read.source, begin, around), buffer)
-        _copy(around[read.offset - begin :][: read.into.nbytes], read.into)
+        copy(around[read.offset - begin :][: read.into.nbytes], read.into)
         return
     read.source.fill(read.into, read.offset, whole_pages=whole_pages)

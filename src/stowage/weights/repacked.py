@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import BudgetError, StorageError
+from stowage.native.memory import address_of
 from stowage.weights.checkpoint import Segment
 from stowage.weights.file import File
 
@@ -72,7 +73,7 @@ class Image:
 
         Raises BudgetError above the limit, StorageError for a full disk.
         """
-        phase = int(raw.__array_interface__["data"][0]) % _ALIGNED_BYTES
+        phase = address_of(raw) % _ALIGNED_BYTES
         offset = -(-self._used_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES + phase
         end = -(-(offset + raw.nbytes) // PAGE_BYTES) * PAGE_BYTES
         if end > self._limit_bytes:

@@ -80,7 +80,7 @@ class Compactor:
             buffers.append(memory[at : at + length])
             at += segment.round_up(length)
         chunks = Chunks()
-        for run in plan_runs(keys, buffers, found, self._catalog.opened, 1):
+        for run in plan_runs(keys, buffers, found, self._catalog.opened):
             for n, result in enumerate(self._reader.read(run)):
                 if result is Result.OK:
                     chunks.add(Chunks([run.keys[n]], [run.masks[n]], [run.buffers[n]], [run.packed[n]]))

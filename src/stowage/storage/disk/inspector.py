@@ -77,7 +77,7 @@ class Inspector:
                 yield int(records.offsets[part.start]), lengths[0], None
                 continue
             buffers = self._buffers(lengths)
-            for run in plan_runs(records.keys[part], buffers, found.part(part), lambda _: (name, guard), 1):
+            for run in plan_runs(records.keys[part], buffers, found.part(part), lambda _: (name, guard)):
                 results = reader.read(run)
                 reader.close_file()
                 if Result.GONE in results:

@@ -212,13 +212,11 @@ def make_plan(positions: IntArray, found: Found, opened: Opened, readers: int, r
     return Plan(positions, found, known, readers)
 
 
-def plan_runs(
-    keys: Sequence[bytes], buffers: Sequence[memoryview], found: Found, opened: Opened, readers: int
-) -> list[Run]:
-    """Runs, in disk order, of the found chunks whose length is that of their buffers."""
+def plan_runs(keys: Sequence[bytes], buffers: Sequence[memoryview], found: Found, opened: Opened) -> list[Run]:
+    """Runs for one reader, in disk order, of the found chunks whose length is that of their buffers."""
     lengths = np.fromiter((buffer.nbytes for buffer in buffers), np.int64, len(buffers))
     here = np.flatnonzero((found.segments >= 0) & (found.lengths == lengths))
-    plan = make_plan(here, found.part(here), opened, readers)
+    plan = make_plan(here, found.part(here), opened, readers=1)
     runs = []
     while len(plan):
         runs.append(plan.take(keys, buffers))

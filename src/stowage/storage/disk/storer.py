@@ -65,7 +65,6 @@ class Storer:
     ) -> None:
         self._directory = shared.directory
         self._catalog = shared.catalog
-        self._index = shared.index
         self._room = room
         self._namespace = shared.namespace
         self._counters = shared.counters

@@ -16,6 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from stowage.native import extension as _native
+from stowage.native.memory import address_of
 from stowage.native.switches import PURE_PYTHON, is_on
 
 FIELD_BYTES: Final = 112
@@ -82,8 +83,7 @@ def all_begin_on_one_by_one(payloads: list[memoryview], step: int) -> bool:
 
 def _address(payload: memoryview) -> int:
     if payload.readonly:  # which ctypes does not take; five times slower
-        address: int = np.frombuffer(payload, np.uint8).__array_interface__["data"][0]
-        return address
+        return address_of(payload)
     return ctypes.addressof(ctypes.c_char.from_buffer(payload))
 
 

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from stowage.core import lossless
 from stowage.errors import FormatError
+from stowage.native.memory import copy
 from stowage.storage.format.batch import DIGEST_BYTES
 from stowage.storage.format.envelope import HEADER_BYTES, PACKED, pack_fields
 from stowage.storage.format.protection import NO_MARK, Cipher, Guard, Mark, Method, Protection
@@ -81,7 +80,7 @@ def seal(
         stream.update(payload, room)
         digest = stream.tag()
     else:
-        _copy(payload, room)
+        copy(payload, room)
         digest = guard.digest(fields, HEAD_BYTES, room)
     preface = _PREFACE.pack(MAGIC, VERSION, mark.method, object_id, mark.key_id, mark.salt)
     sealed[:HEAD_BYTES] = preface + fields + digest
@@ -140,7 +139,7 @@ def unseal(
     else:
         exact = head.guard.verify(head.fields, HEAD_BYTES, payload, head.digest)
         if exact:
-            _copy(payload, buffer)
+            copy(payload, buffer)
     if not exact:
         raise FormatError("a payload that was not stored under this key")
     return head.mask
@@ -160,8 +159,3 @@ def _unpack(head: Head, payload: memoryview, buffer: memoryview) -> None:
         lossless.unpack(payload, buffer)
     except lossless.UnknownCode as error:
         raise Unreadable(str(error)) from error
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    """Without the interpreter lock, so that the engine goes on."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -12,10 +12,9 @@ import mmap
 import os
 from typing import Final
 
-import numpy as np
-
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import StorageError
+from stowage.native.memory import address_of
 
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
@@ -43,7 +42,7 @@ class Span:
     def __init__(self, nbytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self.memory = mmap.mmap(-1, nbytes, flags=flags)
-        self.address = int(np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0])
+        self.address = address_of(self.memory)
 
 
 class Frames:

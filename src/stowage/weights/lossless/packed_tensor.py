@@ -20,6 +20,7 @@ import numpy as np
 from stowage.core import lossless
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import FormatError
+from stowage.native.memory import copy
 from stowage.weights.file import File
 
 METADATA: Final = "stowage-lossless"
@@ -113,14 +114,10 @@ class PackedTensor(File):
         room = memoryview(bytearray(min(FRAME_BYTES, self.length - begin)))
         self._unpack_frames(packed[: int(self._at[frame + 1] - self._at[frame])], frame, frame + 1, room)
         first, last = max(begin, offset), min(begin + room.nbytes, end)
-        _copy(room[first - begin : last - begin], into[first - offset : last - offset])
+        copy(room[first - begin : last - begin], into[first - offset : last - offset])
 
     def _unpack_frames(self, packed: memoryview, first: int, after: int, into: memoryview) -> None:
         try:
             lossless.unpack_frames(packed, np.diff(self._at[first : after + 1]), FRAME_BYTES, into)
         except FormatError as error:
             raise FormatError(f"{self.path} is damaged ({error}); pack the checkpoint again.") from error
-
-
-def _copy(source: memoryview, into: memoryview) -> None:
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))  # others compute meanwhile
