@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from scripts.demo_corpus import build_corpus
 from torch import Tensor, nn
 
-from stowage.demo import corpus
+from stowage.demo.corpus import model_path
 
 HIDDEN, INNER, LAYERS, EXPERTS, CHOSEN, VOCAB = 128, 32, 8, 64, 4, 4096
 """``LAYERS``: those with experts."""
@@ -98,7 +99,7 @@ def config(family: str, wider: int, inner: int = 0) -> Any:
 def tokens_of(text: str) -> Tensor:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(corpus.model_path())
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
     return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -123,7 +124,7 @@ def train(family: str, steps: int) -> Any:
     for name, module in model.named_modules():
         if name.endswith(ROUTERS[family]) and not isinstance(module, nn.Linear):
             module.register_forward_hook(hear)
-    data = tokens_of("\n\n".join(document.text for document in corpus.build_corpus().train))
+    data = tokens_of("\n\n".join(document.text for document in build_corpus().train))
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=steps, pct_start=0.1)
     began_s = time.perf_counter()

@@ -2,7 +2,7 @@
 
 Owns the model's shape, the training recipe and what is written to ``--out``: weights in
 bfloat16, a ``config.json`` that loads them in float32, the tokenizer, and ``card.json``.
-Invariants: the held-out topics are never trained on (``stowage.demo.corpus``); the
+Invariants: the held-out topics are never trained on (``demo_corpus``); the
 checkpoint kept is the one with the lowest held-out loss; with ``--steps`` the result
 depends only on the corpus, the seed, the step count and the thread count, while with
 ``--minutes`` the learning rate also follows the clock, so the run ends when it should.
@@ -34,10 +34,11 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
 
 import demo_attention  # noqa: E402  (siblings of this script; the path is set above)
 from demo_card import heldout_loss, training_facts, write_card  # noqa: E402
+from demo_corpus import Corpus, Document, build_corpus  # noqa: E402
 from demo_muon import Muon  # noqa: E402
 from demo_tokenizer import VOCABULARY, train_tokenizer  # noqa: E402
 
-from stowage.demo import corpus  # noqa: E402
+from stowage.demo.corpus import model_path  # noqa: E402
 
 LONGEST = 8192  # max_position_embeddings
 # (share of the run at which the phase starts, tokens per sequence, sequences per step):
@@ -109,16 +110,14 @@ class Progress:
         self.stopped = True
 
 
-def token_stream(
-    documents: tuple[corpus.Document, ...], tokenizer: PreTrainedTokenizerFast, order: list[int]
-) -> torch.Tensor:
+def token_stream(documents: tuple[Document, ...], tokenizer: PreTrainedTokenizerFast, order: list[int]) -> torch.Tensor:
     """The documents in ``order``, each as ``<bos> text <eos>``, in one line of token ids."""
     texts = tokenizer([documents[i].text for i in order], verbose=False)["input_ids"]
     return torch.tensor([token for ids in texts for token in [*ids, tokenizer.eos_token_id]])
 
 
 def batches(
-    documents: tuple[corpus.Document, ...], tokenizer: PreTrainedTokenizerFast, progress: Progress, seed: int
+    documents: tuple[Document, ...], tokenizer: PreTrainedTokenizerFast, progress: Progress, seed: int
 ) -> Iterator[torch.Tensor]:
     """Endless (sequences, tokens + 1) batches; every pass shuffles documents and cuts."""
     generator = torch.Generator().manual_seed(seed)
@@ -190,7 +189,7 @@ def save_weights(model: Gemma3ForCausalLM, out: Path) -> None:
 def train(
     model: Gemma3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    built: corpus.Corpus,
+    built: Corpus,
     progress: Progress,
     seed: int,
     out: Path,
@@ -226,7 +225,7 @@ def train(
 def parse_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=corpus.model_path())
+    parser.add_argument("--out", type=Path, default=model_path())
     parser.add_argument("--minutes", type=float, default=40, help="length of the run by the clock")
     parser.add_argument("--steps", type=int, help="length of the run in steps, instead of minutes")
     parser.add_argument("--seed", type=int, default=0)
@@ -236,7 +235,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def starting_point(
-    options: argparse.Namespace, built: corpus.Corpus
+    options: argparse.Namespace, built: Corpus
 ) -> tuple[Gemma3ForCausalLM, PreTrainedTokenizerFast, dict[str, float]]:
     """Model, tokenizer and the sums of earlier runs: new ones, or those ``--out`` holds."""
     if options.resume:
@@ -257,7 +256,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     demo_attention.register()
-    built = corpus.build_corpus()
+    built = build_corpus()
     model, tokenizer, sums = starting_point(options, built)
     print(f"{model.num_parameters()} parameters, {len(built.train)} documents", flush=True)
     entered = RESUMED_SHARE if options.resume else 0.0

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from scripts import demo_corpus
 
 from stowage.demo import corpus
 
@@ -13,8 +14,8 @@ LARGEST_BYTES = 12_000_000  # the issue's limit on the committed model
 
 
 @pytest.fixture(scope="module")
-def reference() -> corpus.Corpus:
-    return corpus.build_corpus(include_library=False)
+def reference() -> demo_corpus.Corpus:
+    return demo_corpus.build_corpus(include_library=False)
 
 
 @pytest.fixture(scope="module")
@@ -23,37 +24,37 @@ def tokenizer():
     return transformers.AutoTokenizer.from_pretrained(corpus.model_path())
 
 
-def test_split_is_deterministic(reference: corpus.Corpus) -> None:
-    assert corpus.build_corpus(include_library=False) == reference
-    assert corpus.is_held_out("execmodel") and corpus.is_held_out("import")
-    assert not corpus.is_held_out("with")
+def test_split_is_deterministic(reference: demo_corpus.Corpus) -> None:
+    assert demo_corpus.build_corpus(include_library=False) == reference
+    assert demo_corpus.is_held_out("execmodel") and demo_corpus.is_held_out("import")
+    assert not demo_corpus.is_held_out("with")
 
 
-def test_held_out_topics_are_not_trained_on(reference: corpus.Corpus) -> None:
+def test_held_out_topics_are_not_trained_on(reference: demo_corpus.Corpus) -> None:
     trained = {document.name for document in reference.train}
     assert trained.isdisjoint(document.name for document in reference.heldout)
     assert reference.train and reference.heldout
 
 
 @pytest.mark.parametrize("source", ["committed", "installed"])
-def test_no_training_paragraph_quotes_held_out_text(reference: corpus.Corpus, source: str) -> None:
+def test_no_training_paragraph_quotes_held_out_text(reference: demo_corpus.Corpus, source: str) -> None:
     text = (
         corpus.heldout_text() if source == "committed" else "\n\n".join(document.text for document in reference.heldout)
     )
-    held = {run for paragraph in text.split("\n\n") for run in corpus.shingles(paragraph)}
+    held = {run for paragraph in text.split("\n\n") for run in demo_corpus.shingles(paragraph)}
     assert len(held) > 1000
     for document in reference.train:
         for paragraph in document.paragraphs:
-            assert held.isdisjoint(corpus.shingles(paragraph)), document.name
+            assert held.isdisjoint(demo_corpus.shingles(paragraph)), document.name
 
 
 def test_calibration_text_quotes_no_held_out_text() -> None:
     """What matrices are fitted to would be scored."""
-    held = {run for paragraph in corpus.heldout_text().split("\n\n") for run in corpus.shingles(paragraph)}
+    held = {run for paragraph in corpus.heldout_text().split("\n\n") for run in demo_corpus.shingles(paragraph)}
     paragraphs = corpus.calibration_text().strip().split("\n\n")
     assert len(paragraphs) == len(set(paragraphs)) > 100
     for paragraph in paragraphs:
-        assert held.isdisjoint(corpus.shingles(paragraph))
+        assert held.isdisjoint(demo_corpus.shingles(paragraph))
     assert 30_000 < len(corpus.calibration_text()) < 50_000
 
 
@@ -64,7 +65,7 @@ def test_prose_is_joined_and_code_dropped() -> None:
         "methods defined by a context manager, as the text\u2019s authors say.\n\n"
         "   with_stmt ::= 'with' expression\n\n>>> with open('x') as file:\n...     pass\n"
     )
-    assert corpus.prose_paragraphs(text) == [
+    assert demo_corpus.prose_paragraphs(text) == [
         'The "with" statement',
         'The "with" statement is used to wrap the execution of a block with methods '
         "defined by a context manager, as the text's authors say.",
@@ -75,7 +76,7 @@ def test_source_english_comes_from_docstrings_and_comments() -> None:
     comment = "# The order of the entries is kept, because the caller depends on it here.\n"
     docstring = '"""Return the value that was stored last under the given key of this table."""'
     source = f"{comment}def last(key):\n    {docstring}\n    return key\n"
-    assert corpus.source_paragraphs(source) == [
+    assert demo_corpus.source_paragraphs(source) == [
         "The order of the entries is kept, because the caller depends on it here.",
         "Return the value that was stored last under the given key of this table.",
     ]
@@ -87,7 +88,7 @@ def test_library_folder_is_read_without_its_tests(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "broken.py").write_text("def (:\n", encoding="utf-8")
-    assert [d.name for d in corpus.library_documents(tmp_path)] == ["module:kept.py"]
+    assert [d.name for d in demo_corpus.library_documents(tmp_path)] == ["module:kept.py"]
 
 
 def test_package_data_is_present_and_small() -> None:
