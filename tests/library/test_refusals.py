@@ -47,11 +47,6 @@ def quantised() -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(own(), {nn.Linear}, dtype=torch.qint8)
 
 
-def not_loaded() -> nn.Module:
-    with torch.device("meta"):
-        return own()
-
-
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [

@@ -333,10 +333,6 @@ class Driver(Inspection):
 
     # The process
 
-    def memory_files(self) -> list[str]:
-        """What lies in shared memory."""
-        return sorted(os.listdir("/dev/shm"))
-
     def close(self) -> None:
         """End the engine as vLLM does when it is told to stop, and the process, whose garbage nobody needs to find."""
         gc.unfreeze = lambda: None  # vLLM looks through all that is imported, several times
