@@ -1,8 +1,9 @@
 """Linear layers from published bytes: every format against bfloat16, for one token, for eight and for 512.
 
-    python -m benchmarks.formats [--json] [--rounds 7] [--threads 2] [--mib 256]
+    python -m benchmarks.formats [--json] [--rounds 7] [--threads 2] [--mib 256] [--formats gptq,awq] [--name formats]
 
-Formats of whole numbers are measured with activations in 8 bits too.
+Formats of whole numbers are measured with activations in 8 bits too; GPTQ and AWQ as they lie in files, and as they lie
+in memory.
 
 Random matrices of 2,048 x 2,048, as many as take ``--mib`` in bfloat16, so that a pass over them comes from memory and
 not from a cache; they lie where the engine's weights do. A round passes over each format in turn, so that other load on
@@ -29,6 +30,7 @@ from stowage.executor import kernels  # noqa: E402
 from stowage.weights.quantized.blocks import BlockMatrix  # noqa: E402
 from stowage.weights.quantized.formats import Spec  # noqa: E402
 from stowage.weights.quantized.i_quants import I_QUANTS  # noqa: E402
+from stowage.weights.quantized.row_major import by_outputs  # noqa: E402
 from stowage.weights.resident import ResidentMemory  # noqa: E402
 
 SIDE = 2048
@@ -39,8 +41,9 @@ SPECS = (
     *(Spec(name, SIDE, SIDE) for name in ("q2_k", "q3_k", "iq4_nl", "iq4_xs", *I_QUANTS)),
     Spec("fp8", SIDE, SIDE, 128, 128),
     *(Spec("int4", SIDE, SIDE, group, scale_dtype=torch.bfloat16) for group in (32, 128)),
-    *(Spec(name, SIDE, SIDE, 128, scale_dtype=torch.float16) for name in ("gptq", "awq")),
+    *(BY_INPUTS := [Spec(name, SIDE, SIDE, 128, scale_dtype=torch.float16) for name in ("gptq", "awq")]),
 )
+IN_MEMORY = "gptq and awq in memory, 128"
 
 
 def random_parts(spec: Spec) -> dict[str, Tensor]:
@@ -61,9 +64,9 @@ def random_matrix(spec: Spec, memory: ResidentMemory) -> BlockMatrix:
     return BlockMatrix(spec, {part: memory.copy(values) for part, values in random_parts(spec).items()}, torch.bfloat16)
 
 
-def passes(mib: int) -> dict[str, tuple[int, Callable[[Tensor], None]]]:
-    """For each format the bytes of its matrices, and what multiplies with all of them. How a kernel reads them is known
-    before, as in a recorded step.
+def passes(mib: int, names: frozenset[str]) -> dict[str, tuple[int, Callable[[Tensor], None]]]:
+    """For each format, of all or those of ``names``, the bytes of its matrices, and what multiplies with all of them.
+    How a kernel reads them is known before, as in a recorded step.
     """
     count = max(1, (mib << 20) // (2 * SIDE * SIDE))
     some = torch.empty(1, SIDE, dtype=torch.bfloat16)
@@ -74,9 +77,12 @@ def passes(mib: int) -> dict[str, tuple[int, Callable[[Tensor], None]]]:
         READING: (values.nbytes, lambda x: _sum(values)),
         "bfloat16": (count * 2 * SIDE * SIDE, lambda x: _all(x, plain)),
     }
-    for spec in SPECS:
+    labels = {f"{spec.name}, {spec.group}" if spec.group else spec.name: spec for spec in SPECS}
+    labels[IN_MEMORY] = by_outputs(BY_INPUTS[0])
+    for label, spec in labels.items():
+        if names and names.isdisjoint((spec.name, *label.split())):
+            continue
         blocks = [random_matrix(spec, memory) for _ in range(count)]
-        label = f"{spec.name}, {spec.group}" if spec.group else spec.name
         exact = [kernels.of_blocks(one) for one in blocks]
         found[label] = (count * spec.nbytes, lambda x, own=exact: _all(x, own))
         if spec.name in kernels.INTEGER_FORMATS:
@@ -95,8 +101,8 @@ def _all(x: Tensor, matrices: Sequence[kernels.Matrix | None]) -> None:
         kernels.linear_of(x, matrix)
 
 
-def measure(rounds: int, mib: int) -> dict[str, object]:
-    found = passes(mib)
+def measure(rounds: int, mib: int, names: frozenset[str] = frozenset()) -> dict[str, object]:
+    found = passes(mib, names)
     seconds: dict[tuple[str, int], list[float]] = {}
     for rows in ROWS:
         x = torch.randn(rows, SIDE).bfloat16()
@@ -121,11 +127,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--formats", default="", help="all by default")
+    parser.add_argument("--name", default="formats", help="of the file of results")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    result = measure(args.rounds, args.mib)
-    path = write_result("formats", {"instructions": kernels.instructions(), "threads": args.threads, **result})
+    result = measure(args.rounds, args.mib, frozenset(filter(None, args.formats.split(","))))
+    path = write_result(args.name, {"instructions": kernels.instructions(), "threads": args.threads, **result})
     written = json.loads(path.read_text(encoding="utf-8"))
     if args.json:
         print(json.dumps(written, indent=2))

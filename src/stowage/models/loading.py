@@ -84,6 +84,7 @@ def load(
         return _in_memory(model, tokenizer, budget, device, whole)
     from stowage.models.gguf import checkpoint as gguf_file
     from stowage.weights.quantized.published import fill
+    from stowage.weights.quantized.row_major import rearrange
     from stowage.weights.resident import ResidentMemory
 
     directory = find(str(model))
@@ -106,6 +107,8 @@ def load(
         (built, source), mapped = _placed(found, budget(part.config), name), MappedFiles()
     try:
         found.marks.check()
+        if device is None or device.type == "cpu":
+            rearrange(built)
         reads = tokenizer if tokenizer or whole else found.tokenizer()
         return Loaded(
             *(built, reads, name, str(model), source),

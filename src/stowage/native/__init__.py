@@ -6,6 +6,7 @@
     lossless/     floating-point numbers in fewer bytes              core.lossless
     copies.c      many runs of bytes between two memories            transfer.cpu
     caches.c      flushes memory from the processors' caches         core.read_buffers
+    words.c       codes of quantized weights, by outputs           weights.quantized.row_major
     gather.c      numbers and attributes of scattered objects        core.gather
     kernels/      linear layers, attention, norms, recurrences       executor.kernels
 

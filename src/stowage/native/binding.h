@@ -36,6 +36,7 @@ int add_caches(PyObject *module);
 int add_gather(PyObject *module);
 int add_kernels(PyObject *module);
 int add_lossless(PyObject *module);
+int add_words(PyObject *module);
 
 /* Whether a call has as many arguments as its method takes. */
 static inline int takes(const char *method, Py_ssize_t given, Py_ssize_t wanted) {

@@ -11,7 +11,7 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void) {
     int (*parts[])(PyObject *) = {add_policy,  add_tables,  add_checksums, add_copies,
-                                  add_kernels, add_lossless, add_gather, add_caches};
+                                  add_kernels, add_lossless, add_gather, add_caches, add_words};
     PyObject *module = PyModule_Create(&definition);
     for (size_t i = 0; module != NULL && i < sizeof parts / sizeof *parts; i++)
         if (parts[i](module) < 0)

@@ -28,6 +28,7 @@ from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.codes import FORMS, Form, PackedMatrix
 from stowage.weights.quantized.formats import FORMATS, PLAIN, Spec
 from stowage.weights.quantized.i_quants import I_QUANTS, is_readable
+from stowage.weights.quantized.row_major import by_outputs, is_by_inputs
 
 _OUTPUTS = {1: 16384, 8: 8192, 128: 2048}
 """Outputs of matrices of the usual width, by rows: so many that distributing work to threads takes negligible time."""
@@ -161,8 +162,9 @@ def _matrices(name: str, memory: torch.Tensor, outputs: int, inputs: int, dtype:
         rows = memory[: count * form.nbytes].view(count, form.nbytes)
         return [PackedMatrix(form, row, dtype) for row in rows]
     group = 128 if name in ("fp8", "int4", "gptq", "awq") else 0
-    zeros, block_rows = name in ("gptq", "awq"), {"fp8": 128, "nvfp4": 0}.get(name, 1)
-    spec = Spec(name, outputs, inputs, group, block_rows, zeros, torch.bfloat16)
+    block_rows = {"fp8": 128, "nvfp4": 0}.get(name, 1)
+    spec = Spec(name, outputs, inputs, group, block_rows, scale_dtype=torch.bfloat16)
+    spec = by_outputs(spec) if is_by_inputs(spec) else spec  # as they are in memory
     sizes = {part: prod(shape) * kind.itemsize for part, (shape, kind) in spec.tensors().items()}
     found = []
     for at in range(0, memory.numel() - sum(sizes.values()) + 1, sum(sizes.values())):

@@ -186,6 +186,14 @@ class BlockLinear(nn.Module):
     def matrix(self) -> PackedMatrix:
         return matrix_of(self.spec, parts_of(self, self._names), self.dtype)
 
+    def become(self, spec: Packing, parts: Mapping[str, Tensor]) -> None:
+        """Have the same weight as ``parts``, the tensors of another ``spec``."""
+        for name in self._names.values():
+            del self._parameters[name]
+        self.spec, self._names, self.block_specs = spec, parameter_names(spec), (spec,)
+        for part, values in parts.items():
+            self.register_parameter(self._names[part], nn.Parameter(values, requires_grad=False))
+
     @property
     def weight(self) -> Tensor:
         """Dequantized, as a new tensor, for code that does more with it than a linear layer."""

@@ -339,6 +339,15 @@ def _awq(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
     return _by_inputs(spec, parts, codes, zeros)
 
 
+def zeros_by_outputs(spec: Spec, zeros: Tensor) -> Tensor:
+    """Words of zero points of gptq or awq (groups, outputs / 8) as int4 has them (outputs / 8, groups)."""
+    if spec.name == "gptq":
+        return (zeros + _GPTQ_LESS).t().contiguous()
+    codes = _nibbles(zeros, 1, _AWQ_ORDER).view(*zeros.shape, 8)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    return (codes << shifts).sum(-1, dtype=torch.int32).t().contiguous()
+
+
 def _by_inputs(spec: Spec, parts: Mapping[str, Tensor], codes: Tensor, zeros: Tensor) -> Tensor:
     grouped = codes.float().view(-1, spec.group_size, spec.outputs)
     return ((grouped - zeros.float()[:, None]) * parts["scales"].float()[:, None]).reshape(-1, spec.outputs).t()

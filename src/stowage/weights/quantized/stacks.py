@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -70,6 +70,11 @@ class BlockStack:
         return BlockRows([BlockMatrix(spec, parts, self.dtype, transposed) for parts in own], self.how.interleaved)
 
     @property
+    def is_here(self) -> bool:
+        """Whether the bytes are in memory: an offloaded parameter is not contiguous."""
+        return all(part.is_contiguous() for parts in self.pieces for part in parts.values())
+
+    @property
     def shape(self) -> torch.Size:
         return torch.Size((len(next(iter(self.pieces[0].values()))), *self[0].shape))
 
@@ -111,21 +116,48 @@ def put_stacks(module: nn.Module, stacks: Mapping[str, Stacking], dtype: torch.d
     for own, how in stacks.items():
         experts = len(getattr(module, own))
         delattr(module, own)
-        for piece in [own] if how.pieces == 1 else [f"{own}_{number}" for number in range(how.pieces)]:
+        for piece in _pieces(own, how):
             register(module, how.spec, piece, (experts,))
     module._is_hf_initialized = True  # type: ignore[assignment]  # see above
-    module.__class__ = _with_stacks(plain, dtype, tuple(sorted(stacks.items(), key=lambda pair: pair[0])))
+    module.__class__ = _with_stacks(plain, dtype, tuple(sorted(stacks.items(), key=_name)))
+
+
+def stackings(module: nn.Module) -> Mapping[str, Stacking]:
+    """How each of the module's stacks is kept, by name; none: it has no such stacks."""
+    return getattr(type(module), "stackings", {})
+
+
+def put_other_stacks(module: nn.Module, stacks: Mapping[str, tuple[Packing, Sequence[Mapping[str, Tensor]]]]) -> None:
+    """Have the same experts as pieces in another format: its spec, and the parts of each piece."""
+    hows = dict(stackings(module))
+    for own, (spec, pieces) in stacks.items():
+        for piece, parts in zip(_pieces(own, hows[own]), pieces, strict=True):
+            for name in parameter_names(hows[own].spec, piece).values():
+                del module._parameters[name]
+            for part, name in parameter_names(spec, piece).items():
+                module.register_parameter(name, nn.Parameter(parts[part], requires_grad=False))
+        hows[own] = replace(hows[own], spec=spec)
+    members: Any = type(module)
+    module.__class__ = _with_stacks(members.__base__, members.values_dtype, tuple(sorted(hows.items(), key=_name)))
+
+
+def _pieces(own: str, how: Stacking) -> list[str]:
+    """What the parameters of each piece of the stack ``own`` are named after."""
+    return [own] if how.pieces == 1 else [f"{own}_{number}" for number in range(how.pieces)]
+
+
+def _name(named: tuple[str, Any]) -> str:
+    return named[0]
 
 
 @functools.lru_cache(maxsize=256)
 def _with_stacks(plain: Any, dtype: torch.dtype, stacks: tuple[tuple[str, Stacking], ...]) -> type[nn.Module]:
     def stack_of(own: str, how: Stacking) -> property:
-        each = [own] if how.pieces == 1 else [f"{own}_{number}" for number in range(how.pieces)]
-        names = [parameter_names(how.spec, piece) for piece in each]
+        names = [parameter_names(how.spec, piece) for piece in _pieces(own, how)]
         return property(lambda self: BlockStack(how, [parts_of(self, n) for n in names], dtype))
 
     members: dict[str, Any] = {own: stack_of(own, how) for own, how in stacks}
-    members["block_specs"] = tuple(how.spec for _, how in stacks)
+    members |= {"block_specs": tuple(how.spec for _, how in stacks), "stackings": dict(stacks), "values_dtype": dtype}
     if not hasattr(plain.forward, "__wrapped__"):  # every expert gets all tokens
         return type(f"Block{plain.__name__}", (plain,), members)
     own_loop = plain.forward.__wrapped__
