@@ -8,7 +8,7 @@ habits, not malice: whoever wants to hide a call from it can.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +36,7 @@ def forbidden_in(path: Path, *, programs: bool = True) -> list[str]:
 
 def _findings(source: str, programs: bool) -> Iterator[tuple[int, str]]:
     tree = ast.parse(source)
-    meanings = _imported_names(tree)
+    meanings = imported_names(ast.walk(tree))
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         yield from ((line, what) for what in _judge(node, meanings))
@@ -45,10 +45,10 @@ def _findings(source: str, programs: bool) -> Iterator[tuple[int, str]]:
                 yield from ((line, f"{what}, in a program in a string") for _, what in _findings(text, programs))
 
 
-def _imported_names(tree: ast.AST) -> dict[str, str]:
-    """What each imported name stands for, in full."""
+def imported_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """What each name stands for, in full, that imports among ``nodes`` bind."""
     meanings = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.partition(".")[0]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+from tests.forbidden import imported_names
 
 _SETTERS = {"setattr", "delattr", "object"}
 Found = ast.ClassDef | Path | None
@@ -28,7 +30,7 @@ class Source:
     def unknown(self, path: Path) -> list[str]:
         """Lines of ``path`` that name what its imports do not have."""
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
-        names = self._imported(nodes)
+        names = imported_names(nodes)
         local = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         local |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         told = []
@@ -68,18 +70,6 @@ class Source:
                 self._homes[node] = path
         return found
 
-    def _imported(self, nodes: Iterable[ast.AST]) -> dict[str, str]:
-        """The dotted name of each imported one."""
-        names = {}
-        for node in nodes:
-            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-            elif isinstance(node, ast.Import):
-                for alias in node.names:
-                    dotted = alias.name if alias.asname else alias.name.partition(".")[0]
-                    names[alias.asname or dotted] = dotted
-        return names
-
     def _followed(self, dotted: str) -> Found:
         """The module or class of that dotted name, wherever it comes from."""
         module = self._module(dotted)
@@ -94,7 +84,7 @@ class Source:
         if isinstance(node, ast.ClassDef):
             return node
         if isinstance(node, ast.ImportFrom | ast.Import):
-            return self._followed(self._imported([node])[name])
+            return self._followed(imported_names([node])[name])
         below = home.parent / name
         if home.name == "__init__.py" and node is None:
             return next((path for path in (below.with_suffix(".py"), below / "__init__.py") if path.exists()), None)
@@ -126,7 +116,7 @@ class Source:
         if name in own:  # set in a method; read there, it is another class's
             return True
         home = self._homes[node]
-        names = self._imported(self._definitions(home).values())
+        names = imported_names(self._definitions(home).values())
         for base in node.bases:
             base = base.value if isinstance(base, ast.Subscript) else base
             local = self._definitions(home).get(base.id) if isinstance(base, ast.Name) else None

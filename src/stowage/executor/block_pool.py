@@ -13,6 +13,7 @@ marks a hole in a block table.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
@@ -252,15 +253,9 @@ def split_pool(
 
 
 def _longest(layouts: Sequence[BlockLayout], device_bytes: int, limit_tokens: int, max_num_batched_tokens: int) -> int:
-    """The longest sequence, up to ``limit_tokens``, that fits into ``device_bytes`` alone."""
-    low, high = 1, limit_tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        if bytes_needed(layouts, middle, max_num_batched_tokens) <= device_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """The longest sequence, up to ``limit_tokens``, that fits into ``device_bytes`` alone; at least 1."""
+    lengths = range(1, limit_tokens + 1)
+    return max(1, bisect_right(lengths, device_bytes, key=lambda n: bytes_needed(layouts, n, max_num_batched_tokens)))
 
 
 def _zeros(rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from stowage.core.geometry import Kind
 from stowage.executor.attention_scores import Scores
 from stowage.executor.attention_scores import attend as dense
+from stowage.models.layout import visible
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Kind, int, Scores], Tensor]
 """``attend`` below, or a kernel."""
@@ -81,7 +82,7 @@ def attend(
     read_values = read_keys if values.data_ptr() == keys.data_ptr() else _rows(values, blocks)
     key_positions = bases[:, None] + torch.arange(read_keys.shape[2], device=query.device)
     bias = torch.zeros(key_positions.shape, dtype=query.dtype, device=query.device)
-    bias.masked_fill_(~_seen(kind, window, positions[:, None], key_positions), float("-inf"))
+    bias.masked_fill_(~visible(kind, window, positions[:, None], key_positions), float("-inf"))
     folded = query.reshape(count, read_keys.shape[1], heads // read_keys.shape[1], width)
     mixed = dense(folded, read_keys, read_values, bias[:, None, None], scores)
     return mixed[..., : values.shape[3]].reshape(count, heads, -1)
@@ -90,13 +91,3 @@ def attend(
 def _rows(view: Tensor, blocks: Tensor) -> Tensor:
     """``[sequences, kv_heads, keys, dim]`` of ``view`` ``[rows, block_tokens, kv_heads, dim]``."""
     return view[blocks].flatten(1, 2).transpose(1, 2)
-
-
-def _seen(kind: Kind, window: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """``models.layout.visible``, on the device."""
-    allowed = keys <= queries
-    if kind is Kind.SLIDING:
-        return allowed & (keys > queries - window)
-    if kind is Kind.CHUNKED:
-        return allowed & (keys >= queries // window * window)
-    return allowed

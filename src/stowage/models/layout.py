@@ -12,9 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from stowage.core.geometry import Group, Kind
 from stowage.errors import UnsupportedModelError
@@ -190,8 +188,8 @@ def context_tokens(config: Any) -> int:
     return min(limits)
 
 
-def visible(kind: Kind, window: int, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which key positions each query position reads."""
+def visible(kind: Kind, window: int, queries: Any, keys: Any) -> Any:
+    """Which key positions each query position reads: integer arrays, or tensors of any device; as booleans."""
     allowed = keys <= queries
     if kind is Kind.SLIDING:
         allowed = allowed & (keys > queries - window)
