@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
@@ -243,4 +246,26 @@ def test_an_engine_that_cannot_be_opened_again(tiny_llama) -> None:
     internal_error(httpx.post(here.url + TEXT, json=SHORT, timeout=60))
     here.ended()
     assert here.found is False and supervisor.reopened == 1
+    supervisor.close()
+
+
+@pytest.mark.parametrize("weights", ["auto", "*=stream"])
+def test_a_checkpoint_that_is_written_to_ends_the_engine(weights: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """Every request failed from then on, and /health said ok. Another engine computes with what is there now."""
+    copied = Path(shutil.copytree(tiny_llama, tmp_path / "copied"))
+    file, state = copied / "model.safetensors", load_file(tiny_llama / "model.safetensors")
+    save_file({name: values.flip(0) for name, values in state.items()}, tmp_path / "other", metadata={"format": "pt"})
+    supervisor = EngineSupervisor(lambda: Engine(copied, Memory(kv_cache_memory="8MiB", weights=weights)), 1)
+    here, asked = Here(supervisor), SHORT | {"temperature": 0, "ignore_eos": True}
+    answers = [httpx.post(here.url + TEXT, json=asked, timeout=60).json()["choices"]]
+    file.write_bytes((tmp_path / "other").read_bytes())
+    internal_error(httpx.post(here.url + TEXT, json=asked, timeout=60))
+    wait_until(lambda: supervisor.reopened == 1, "being opened again")
+    wait_until(lambda: httpx.get(here.url + "/health").status_code == 200, "opened again")
+    answers.append(httpx.post(here.url + TEXT, json=asked, timeout=60).json()["choices"])
+    assert answers[0] != answers[1]
+    file.write_bytes((tiny_llama / "model.safetensors").read_bytes())
+    internal_error(httpx.post(here.url + TEXT, json=asked, timeout=60))
+    here.ended()
+    assert here.found is False
     supervisor.close()

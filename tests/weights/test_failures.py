@@ -89,9 +89,11 @@ def test_an_engine_whose_checkpoint_changes_fails_requests_and_lives(copied: Pat
     with stowage.Engine(copied, Memory(kv_cache_memory="8MiB", weights="*=stream")) as engine:
         engine.generate([[5, 6, 7]], GREEDY)
         flip(copied)
+        assert not engine.failed
         with pytest.raises(stowage.CheckpointError, match="load the model again"):
             engine.generate([[5, 6, 7]], GREEDY)
         assert engine.alive
+        assert engine.failed, "a server opens another one"
 
 
 @pytest.mark.parametrize("family", ["llama", "gptj"])

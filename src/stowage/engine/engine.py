@@ -303,7 +303,7 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether a bug has stopped it: only a new one will compute."""
+        """Whether a bug has stopped it, or a file of its weights was written to: only a new one will compute."""
         return self._loop.failed
 
     @property

@@ -26,7 +26,7 @@ from stowage.engine.request import Delta, Request
 from stowage.engine.sampling import check_logits
 from stowage.engine.scheduler import Scheduler
 from stowage.engine.sequence import Sequence, sequence_of
-from stowage.errors import RequestError, StowageError
+from stowage.errors import CheckpointError, RequestError, StowageError
 from stowage.executor.batch import Work
 from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.runner import Runner
@@ -82,6 +82,7 @@ class Loop:
         self._checked_s = clock()
         self._memory_wait_s = _LOADING_WAIT_S
         self._broken: BaseException | None = None
+        self._stale = False
         _release_cores()
         self.thread = threads.Thread(target=self._run, name="stowage-engine", daemon=True)
         self.thread.start()
@@ -96,8 +97,8 @@ class Loop:
 
     @property
     def failed(self) -> bool:
-        """Whether a bug has stopped it."""
-        return self._broken is not None
+        """Whether a bug has stopped it, or its weights' files are no longer what they were."""
+        return self._broken is not None or self._stale
 
     def submit(self, request: Request, sequence: Sequence) -> None:
         """Raises StowageError when it has ended or is another process's, RequestError when too many requests are
@@ -148,8 +149,7 @@ class Loop:
             self._wake()
 
     def _at_exit(self) -> None:
-        """Stop the thread before Python does: killed inside a library's code, it may abort the process. A forked child
-        has no such thread, and may have inherited a held lock."""
+        """Stop the thread before Python kills it, which may abort the process. A forked child has none."""
         if os.getpid() == self._process:
             self._refuse()
             self.thread.join(_EXIT_S)
@@ -306,6 +306,7 @@ class Loop:
 
     def _fail(self, work: list[Work], error: StowageError) -> None:
         logger.warning("a step failed: %s", error, extra={"stowage_event": "step-failed"})
+        self._stale |= isinstance(error, CheckpointError)
         for item in work:
             self._end(sequence_of(item), error)
 

@@ -79,7 +79,8 @@ class AsyncEngine:
             return "stopping"
         if self._reopening:
             return "reopening"
-        return "ok" if self.supervisor.engine is not None and self.supervisor.engine.alive else "failed"
+        engine = self.supervisor.engine
+        return "ok" if engine is not None and engine.alive and not engine.failed else "failed"
 
     def stats(self) -> dict[str, Any]:
         """The engine's statistics, or its last ones while there is no engine. Waits for the engine's lock."""

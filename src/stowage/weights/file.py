@@ -115,7 +115,8 @@ class File:
         if mark_of(self.fd) != self._mark:
             raise CheckpointError(
                 f"{self.path} was changed while a model is running from it, so its weights are no longer those that "
-                "were loaded. Nothing more is computed with them: load the model again."
+                "were loaded. Nothing more is computed with them: load the model again. To update a checkpoint under a "
+                "running model, write the new file beside it and put it in its place with mv."
             )
 
     def settle(self) -> None:
