@@ -291,8 +291,52 @@ def test_auto_round_writes_layouts_of_others(name: str, tmp_path: Path) -> None:
     assert said(published) == said(plain)
     total = read_model(published).total_bytes
     files.rewrite(published, quantization_config=said_by_it | {"packing_format": "auto_round:fp8"})
-    with pytest.raises(UnsupportedModelError, match="quantised as 'auto-round', which is not read"):
+    with pytest.raises(UnsupportedModelError, match=r"by auto-round and packed as 'auto_round:fp8', which is not read"):
         loading.load(published)
+    layer = "model.layers.1.mlp.up_proj"
+    files.rewrite(published, quantization_config=said_by_it | {"extra_config": {layer: {"bits": 8}}})
+    with pytest.raises(UnsupportedModelError, match=rf"in 8 bits in {layer} \(extra_config\)"):
+        loading.load(published)
+    files.rewrite(published, quantization_config=said_by_it | {"extra_config": {layer: {"bits": 4}}})
+    assert said(published) == said(plain)
     files.rewrite(published, quantization_config=said_by_it)
+    (published / "model.safetensors").unlink()
+    assert read_model(published).total_bytes == pytest.approx(total, rel=1e-2), "by the config alone"
+
+
+def test_groups_of_single_layers_are_planned_and_read_each_as_it_is(tmp_path: Path) -> None:
+    """All were planned as the first one is. An order that was never filled was refused as another order."""
+    channels = {"type": "float", "num_bits": 8, "strategy": "channel"}
+    fours = {
+        "type": "int",
+        "num_bits": 4,
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": True,
+        "actorder": "group",
+    }
+    stated = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {
+            "group_0": {"targets": ["re:.*self_attn.*"], "weights": channels, "format": "float-quantized"},
+            "group_1": {"targets": ["Linear"], "weights": fours, "format": "pack-quantized"},
+        },
+        "ignore": ["lm_head", "re:.*layers.0.mlp.up_proj"],
+    }
+    left = ("embed", "lm_head", "norm", "layers.0.mlp.up_proj")
+    published, plain = files.write("llama", tmp_path / "4", stated, files.int4(32), (*left, "self_attn"))
+    fp8 = files.fp8(1, 0, "weight_scale", torch.bfloat16)
+    state, meant = load_file(published / "model.safetensors"), load_file(plain / "model.safetensors")
+    for name in [name for name in state if "self_attn" in name]:
+        parts, values = fp8(state.pop(name).float())
+        state |= {name.replace("weight", part): tensor for part, tensor in parts.items()}
+        meant[name] = values.to(torch.bfloat16)
+    for name in [name for name in state if name.endswith("weight_packed")]:
+        state[name.replace("packed", "g_idx")] = torch.full((8 * state[name].shape[1],), -1, dtype=torch.int32)
+    files.rewrite(published, state)
+    files.rewrite(plain, meant)
+    assert said(published) == said(plain)
+    total = read_model(published).total_bytes
     (published / "model.safetensors").unlink()
     assert read_model(published).total_bytes == pytest.approx(total, rel=1e-2), "by the config alone"

@@ -28,6 +28,10 @@ _BESIDE: Final = re.compile(
 )
 _EIGHTS: Final = 0x88888888 - (1 << 32)
 """Eight zero points of 8 in a word."""
+_NO_ORDER: Final = -1
+"""In an order that compressed-tensors has made and never filled: inputs are in groups as they lie (its
+``forward_helpers.py``).
+"""
 _SMOOTHED: Final = ("pre_quant_scale", "svdquant_lora_a")
 """What Model Optimizer writes beside weights that mean nothing without it."""
 _STACKED: Final = re.compile(r"(.+)_(?:blocks|scales)")
@@ -241,7 +245,10 @@ class Matrices:
         order = self.get(name) if self.method.is_ordered and group < inputs else self.stored.get(name)
         if order is None or order.shape == (0,):
             return
-        if order.shape != (inputs,) or not torch.equal(order.read().long(), torch.arange(inputs) // group):
+        stored = order.read().long()
+        if name.endswith(".weight_g_idx") and order.shape == (inputs,) and bool((stored == _NO_ORDER).any()):
+            return
+        if order.shape != (inputs,) or not torch.equal(stored, torch.arange(inputs) // group):
             raise UnsupportedModelError(
                 f"{name} puts inputs into groups in another order than they lie in (act-order, desc_act), which would "
                 "need every input moved at every step. Give a checkpoint that was quantised without it."

@@ -30,6 +30,9 @@ _NVFP4: Final = ("float", 4)
 _INT4: Final = ("int", 4)
 _AUTO_ROUND: Final = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 """In whose layout AutoRound writes, by its ``packing_format``."""
+_EXTRA: Final = "extra_config"
+"""Where AutoRound says of single layers that they have other bits."""
+_UNQUANTISED: Final = 16
 _SECOND: Final = "gptq_v2"
 _SEMANTICS: Final = "weight_scale_semantics"
 _PACKED: Final = (None, "pack-quantized", "mixed-precision")
@@ -118,6 +121,12 @@ class Method:
                         f"rule {str(rule)[:60]!r} says so (dynamic): 4 bits are read. Give another checkpoint of the "
                         "model."
                     )
+            for layer, changed in _mapping(self.stated.get(_EXTRA)).items():
+                if _mapping(changed).get("bits", 4) not in (4, _UNQUANTISED):
+                    raise UnsupportedModelError(
+                        f"the checkpoint is quantised by {self.name} in {str(changed['bits'])[:20]} bits in "
+                        f"{str(layer)[:60]} ({_EXTRA}): 4 bits are read. Give another checkpoint of the model."
+                    )
 
     def specs(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Spec, int]]:
         """Parameters of ``model``, built without values and run in ``dtype``, that a checkpoint of this method has
@@ -144,6 +153,8 @@ class Method:
             return stacked
         left = [one for key in _LEFT for one in _list(self.stated.get(key))]
         left += [f"re:{str(rule)[2:]}" for rule in _mapping(self.stated.get("dynamic")) if str(rule).startswith("-:")]
+        extra = _mapping(self.stated.get(_EXTRA)).items()
+        left += [str(layer) for layer, changed in extra if _mapping(changed).get("bits") == _UNQUANTISED]
         if any(_matches(base, name) for name in left):
             return False
         if base.rpartition(".")[2] in _HEAD or self.name in ("gptq", "awq"):
@@ -174,7 +185,7 @@ class Method:
         if self.name in ("gptq", "awq"):
             group = self.stated.get("group_size", self.stated.get("q_group_size", 128))
             return Spec(self.name, outputs, inputs, _count(group), zeros=True, scale_dtype=torch.float16)
-        weights = next(self._weights(), {})
+        weights = self._weights_of(base)
         if "NVFP4" in self._algorithm(base) or (self.name != "modelopt" and _kind(weights) == _NVFP4):
             return Spec("nvfp4", outputs, inputs, block_rows=0, divides=self.name != "modelopt")
         if weights.get("type") == "int":
@@ -187,6 +198,13 @@ class Method:
 
     def _groups(self) -> list[Mapping[str, Any]]:
         return [group for group in _mapping(self.stated.get("config_groups")).values() if isinstance(group, Mapping)]
+
+    def _weights_of(self, base: str) -> Mapping[str, Any]:
+        """What is said of the weights of the matrix ``base``: by its name, else of all such modules."""
+        groups = [group for group in self._groups() if isinstance(group.get("weights"), Mapping)]
+        named = (one for one in groups if any(_matches(base, target) for target in _list(one.get("targets"))))
+        found = next(named, None) or next((one for one in groups if "Linear" in _list(one.get("targets"))), None)
+        return _mapping((found or next(iter(groups), {})).get("weights"))
 
     def _weights(self) -> Iterator[Mapping[str, Any]]:
         return (group["weights"] for group in self._groups() if isinstance(group.get("weights"), Mapping))
@@ -231,7 +249,14 @@ def method_of(config: Any) -> Method | None:
     name = str(getattr(name, "value", name) or _unnamed(stated))
     if name == _OURS:
         return None
-    name = _AUTO_ROUND.get(str(stated.get("packing_format")), name) if name == "auto-round" else name
+    if name == "auto-round":
+        packing = str(stated.get("packing_format"))
+        if packing not in _AUTO_ROUND:
+            raise UnsupportedModelError(
+                f"the checkpoint is quantised by auto-round and packed as {packing[:40]!r}, which is not read: "
+                f"{' and '.join(_AUTO_ROUND)} are. Give another checkpoint of the model."
+            )
+        name = _AUTO_ROUND[packing]
     if name not in METHODS:
         raise UnsupportedModelError(
             f"the checkpoint is quantised as {name[:40]!r}, which is not read: {', '.join(METHODS)} are, GGUF files, "
