@@ -141,6 +141,17 @@ def test_files_that_are_replaced_while_they_are_loaded_are_refused(
         Engine(copied / file if file.endswith("gguf") else copied, Memory(kv_cache_memory="8MiB", **memory))
 
 
+def test_a_mapped_file_that_changes_while_the_last_module_computes_is_noticed(copied: Path) -> None:
+    """Each module looked at its file before it computed, and nobody did afterwards."""
+    memory = Memory(kv_cache_memory="8MiB", host_memory="1GiB", weights="*=mapped")
+    with Engine(copied, memory) as engine:
+        engine.generate([[5, 6, 7]], GREEDY)
+        handle = engine.model.lm_head.register_forward_hook(lambda *_: flip(copied))
+        with pytest.raises(stowage.CheckpointError, match="was changed while a model is running"):
+            engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=1, ignore_eos=True))
+        handle.remove()
+
+
 def test_a_budget_that_cannot_work_names_the_least(checkpoints: Callable[..., Path], plain: Callable[..., Any]) -> None:
     with pytest.raises(stowage.BudgetError, match="at least") as raised:
         stowage.offload(checkpoints("llama"), device_memory=100_000)

@@ -104,7 +104,8 @@ def load(
         built = built if device is None else built.to(device)  # tensor by tensor: never all of it in both memories
         mapped = MappedFiles.among(found.files)
     else:
-        (built, source), mapped = _placed(found, budget(part.config), name), MappedFiles()
+        built, source = _placed(found, budget(part.config), name)
+        mapped = source.mapped_files
     try:
         found.marks.check()
         if device is None or device.type == "cpu":

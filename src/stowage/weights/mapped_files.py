@@ -17,10 +17,10 @@ from stowage.weights.file import File
 
 
 class MappedFiles:
-    """``files``, which are open."""
+    """``files``, which are open. ``owned``: they are closed with this; else by whoever opened them, later."""
 
-    def __init__(self, files: Sequence[File] = ()) -> None:
-        self._files = files
+    def __init__(self, files: Sequence[File] = (), *, owned: bool = True) -> None:
+        self._files, self._owned = files, owned
 
     @classmethod
     def among(cls, paths: Iterable[Path]) -> MappedFiles:
@@ -49,6 +49,6 @@ class MappedFiles:
 
     def close(self) -> None:
         """May be called twice."""
-        for file in self._files:
+        files, self._files = self._files, ()
+        for file in files if self._owned else ():
             file.close()
-        self._files = ()

@@ -23,6 +23,7 @@ from stowage.weights.delivery import Load, copied
 from stowage.weights.device_prefetcher import Carrier
 from stowage.weights.gradients import asked_of
 from stowage.weights.host_buffers import HostBuffers
+from stowage.weights.mapped_files import MappedFiles
 from stowage.weights.offloaded_parameter import OffloadedError, OffloadedParameter
 from stowage.weights.placement import Placement
 from stowage.weights.quantized.modules import is_packed
@@ -291,6 +292,13 @@ class WeightSource(Deliveries):
         """The parameters that are not in memory between forwards, or have another address in each."""
         still = (Delivery.RESIDENT, Delivery.MAPPED)
         return [load.unit.parameters[n] for load in self._loads if load.delivery not in still for n in load.locations]
+
+    @property
+    def mapped_files(self) -> MappedFiles:
+        """Those that modules compute from where they lie. A module looks at its own before it computes; a change while
+        the last one computes is noticed by who asks here.
+        """
+        return MappedFiles(self._mapped, owned=False)
 
     def again(self, forward: Callable[[], Tensor]) -> Tensor:
         """Replay ``forward``, a recorded forward of the whole model (``forward_passes.recorded_by``), with the lock
