@@ -45,7 +45,8 @@ class MappedFiles:
 
     def _check(self) -> None:
         for file in self._files:
-            file.check()
+            if file.fd >= 0:  # else its owner has closed it, and says so when its weights are computed with
+                file.check()
 
     def close(self) -> None:
         """May be called twice."""
