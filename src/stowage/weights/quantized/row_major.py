@@ -5,9 +5,9 @@ read a matrix output by output.
     awq   codes (inputs, outputs / 8)    ->         scales (outputs, groups)
           scales, zeros (groups, ...)               zeros  (outputs / 8, groups)
 
-That is compressed-tensors' layout: the same weights to the bit, as many bytes, in the same memory. It is done once, and
-takes about as long as copying them; the other way, each step rearranges all that it multiplies with. Weights that are
-read from a disk at every step, or stay in mapped files, are multiplied as they lie.
+That is compressed-tensors' layout: the same weights to the bit, as many bytes, in the same memory. It is done once, in
+three times the time of a copy; the other way, each step rearranges all that it multiplies with. Weights that are read
+from a disk at every step, or stay in mapped files, are multiplied as they lie.
 """
 
 from __future__ import annotations
