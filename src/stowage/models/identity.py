@@ -122,6 +122,7 @@ class FileMarks:
 
 
 def _place_and_content(path: Path) -> tuple[int, ...]:
+    """Without the change time, unlike ``mark_of``: a new link to a file, or its owner's, is no other content."""
     stat = path.stat()
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 

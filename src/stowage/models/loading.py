@@ -87,12 +87,11 @@ def load(
     from stowage.weights.quantized.row_major import rearrange
     from stowage.weights.resident import ResidentMemory
 
-    directory = find(str(model))
+    directory, on_cpu = find(str(model)), device is None or device.type == "cpu"
     if (gguf := gguf_file.file_in(directory)) is not None:
         found = _of_gguf(gguf, dtype, options or {}, model_class)
     else:
-        on_cpu = not whole and (device is None or device.type == "cpu")
-        found = _of_directory(directory, dtype, options or {}, model_class, whole, on_cpu)
+        found = _of_directory(directory, dtype, options or {}, model_class, whole, on_cpu and not whole)
     part = found.part
     if not whole:
         layout.refuse_unsupported(part.config)
@@ -108,7 +107,7 @@ def load(
         mapped = source.mapped_files
     try:
         found.marks.check()
-        if device is None or device.type == "cpu":
+        if on_cpu:
             rearrange(built)
         reads = tokenizer if tokenizer or whole else found.tokenizer()
         return Loaded(

@@ -306,12 +306,8 @@ class WeightSource(Deliveries):
         """
 
         def checked() -> Tensor:
-            for file in self._mapped:
-                file.check()
-            found = forward()
-            for file in self._mapped:
-                file.check()
-            return found
+            with self.mapped_files.unchanged():
+                return forward()
 
         if not self._comes_and_goes:
             return forward()

@@ -188,11 +188,9 @@ class BlockLinear(nn.Module):
 
     def become(self, spec: Packing, parts: Mapping[str, Tensor]) -> None:
         """Have the same weight as ``parts``, the tensors of another ``spec``."""
-        for name in self._names.values():
-            del self._parameters[name]
-        self.spec, self._names, self.block_specs = spec, parameter_names(spec), (spec,)
-        for part, values in parts.items():
-            self.register_parameter(self._names[part], nn.Parameter(values, requires_grad=False))
+        before, self._names = self._names, parameter_names(spec)
+        self.spec, self.block_specs = spec, (spec,)
+        exchange(self, before, self._names, parts)
 
     @property
     def weight(self) -> Tensor:
@@ -276,6 +274,16 @@ def register(module: nn.Module, spec: Packing, own: str, before: tuple[int, ...]
     for part, (shape, dtype) in tensors.items():
         empty = torch.empty((*before, *shape), dtype=dtype, device="meta")
         module.register_parameter(names[part], nn.Parameter(empty, requires_grad=False))
+
+
+def exchange(
+    module: nn.Module, before: Mapping[str, str], names: Mapping[str, str], parts: Mapping[str, Tensor]
+) -> None:
+    """Replace the parameters called ``before`` by ``parts``, called ``names``."""
+    for name in before.values():
+        del module._parameters[name]
+    for part, name in names.items():
+        module.register_parameter(name, nn.Parameter(parts[part], requires_grad=False))
 
 
 def parts_of(module: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:

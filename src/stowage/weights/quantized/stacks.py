@@ -24,6 +24,7 @@ from stowage.weights.quantized.blocks import (
     BlockMatrix,
     BlockRows,
     Packing,
+    exchange,
     matrix_of,
     parameter_names,
     parts_of,
@@ -119,7 +120,7 @@ def put_stacks(module: nn.Module, stacks: Mapping[str, Stacking], dtype: torch.d
         for piece in _pieces(own, how):
             register(module, how.spec, piece, (experts,))
     module._is_hf_initialized = True  # type: ignore[assignment]  # see above
-    module.__class__ = _with_stacks(plain, dtype, tuple(sorted(stacks.items(), key=_name)))
+    module.__class__ = _with_stacks(plain, dtype, tuple(sorted(stacks.items())))
 
 
 def stackings(module: nn.Module) -> Mapping[str, Stacking]:
@@ -132,22 +133,15 @@ def put_other_stacks(module: nn.Module, stacks: Mapping[str, tuple[Packing, Sequ
     hows = dict(stackings(module))
     for own, (spec, pieces) in stacks.items():
         for piece, parts in zip(_pieces(own, hows[own]), pieces, strict=True):
-            for name in parameter_names(hows[own].spec, piece).values():
-                del module._parameters[name]
-            for part, name in parameter_names(spec, piece).items():
-                module.register_parameter(name, nn.Parameter(parts[part], requires_grad=False))
+            exchange(module, parameter_names(hows[own].spec, piece), parameter_names(spec, piece), parts)
         hows[own] = replace(hows[own], spec=spec)
     members: Any = type(module)
-    module.__class__ = _with_stacks(members.__base__, members.values_dtype, tuple(sorted(hows.items(), key=_name)))
+    module.__class__ = _with_stacks(members.__base__, members.values_dtype, tuple(sorted(hows.items())))
 
 
 def _pieces(own: str, how: Stacking) -> list[str]:
     """What the parameters of each piece of the stack ``own`` are named after."""
     return [own] if how.pieces == 1 else [f"{own}_{number}" for number in range(how.pieces)]
-
-
-def _name(named: tuple[str, Any]) -> str:
-    return named[0]
 
 
 @functools.lru_cache(maxsize=256)
