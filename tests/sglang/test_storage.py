@@ -257,6 +257,19 @@ def test_who_shares_a_directory(other: dict[str, Any], shared: bool, make: Make)
     assert make(**other).batch_exists(keys) == (3 if shared else 0)
 
 
+def test_models_in_files_are_told_apart_by_what_these_hold(make: Make, tmp_path: Path) -> None:
+    """All files that one is split over, whichever is given."""
+    paths = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for path in paths:
+        path.write_bytes(b"of the first model")
+    first, keys = make(model_name=str(paths[0])), hashes(3)
+    assert all(first.batch_set_v1(keys, indices(3)))
+    first.close()
+    assert make(model_name=str(paths[0])).batch_exists(keys) == 3
+    paths[1].write_bytes(b"of another model")
+    assert make(model_name=str(paths[0])).batch_exists(keys) == 0
+
+
 def test_a_latent_is_stored_once_for_all_ranks(make: Make) -> None:
     """MLA's pages are alike on every rank; its states are not."""
     ranks = [make(is_mla_model=True, tp_rank=rank, tp_size=2, pools={"mamba": Pool(page=1)}) for rank in (0, 1)]

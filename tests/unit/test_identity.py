@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stowage.errors import CheckpointError
 from stowage.models import identity
 from stowage.models.identity import of_checkpoint, of_parameters
 from tests.forked import exit_code_of_a_child
@@ -38,6 +39,22 @@ def test_one_byte_makes_another_model(tmp_path: Path) -> None:
     first = of_checkpoint(tmp_path / "a", make(tmp_path / "a"), tmp_path)
     other = of_checkpoint(tmp_path / "b", make(tmp_path / "b", b"weightt" + b"weights" * 999), tmp_path)
     assert first != other
+
+
+def test_a_model_that_is_a_file_is_what_all_its_files_hold(tmp_path: Path) -> None:
+    """Of one that is split, whichever is given; with its part for pictures."""
+    first, second = (tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2))
+    other = tmp_path / "other.gguf"
+    for path in (first, second, other):
+        path.write_bytes(path.name.encode())
+    assert identity.files_in(first) == identity.files_in(second) == [first, second]
+    assert identity.files_in(other) == [other]
+    pictures = tmp_path / "mmproj-m.gguf"
+    pictures.write_bytes(b"")
+    assert identity.files_in(second) == [first, second, pictures]
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"m-00002-of-00002\.gguf is missing"):
+        identity.files_in(first)
 
 
 def test_a_file_changed_in_place_is_hashed_again(tmp_path: Path, settled: None) -> None:

@@ -109,9 +109,29 @@ def test_weights_that_nobody_has_seen_are_one_processes_own(
     for name in files:
         (tmp_path / name).write_bytes(b"the same")
     plain = SimpleNamespace(_commit_hash=None)
-    model = SimpleNamespace(model=str(tmp_path), model_weights=elsewhere, hf_config=plain, revision=None)
+    told = {"model": str(tmp_path), "model_weights": elsewhere, "hf_config_path": None, "revision": None}
+    model = SimpleNamespace(**told, hf_config=plain)
     loading = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
     assert (_weights(model, loading) == _weights(model, loading)) is shared
+
+
+def test_weights_in_a_file_are_named_by_all_that_it_is_split_over(tmp_path: Path) -> None:
+    """And not by the revision of the repository that the config is taken from."""
+    pytest.importorskip("vllm")
+    from stowage.plugins.vllm.namespace import _weights
+
+    first, second = (tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2))
+    first.write_bytes(b"first")
+    config = SimpleNamespace(_commit_hash="0" * 40)
+    model = SimpleNamespace(model=str(first), hf_config=config, hf_config_path="org/model", revision=None)
+    loading = SimpleNamespace(load_config=SimpleNamespace(load_format="gguf"))
+    names = []
+    for written in (b"second", b"tuned", b"second"):
+        second.write_bytes(written)
+        names.append(_weights(model, loading))
+    assert names[0] == names[2] != names[1]
+    model.model = "org/model:Q4_K_M"  # a revision of another repository says nothing of it
+    assert _weights(model, loading) != _weights(model, loading)
 
 
 @pytest.mark.parametrize("pooling", ["MEAN", "CLS"])

@@ -5,6 +5,7 @@ lie, and nothing is written for that.
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -215,8 +216,18 @@ def test_split_files_and_directories_are_one_model(tmp_path: Path) -> None:
     files = sorted(home.glob("*.gguf"))
     assert len(files) == 2
     expected = logits(loading.load(whole).model, prompt())
+    identities = set()
     for source in (home, *files):
-        assert torch.equal(logits(loading.load(source).model, prompt()), expected)
+        loaded = loading.load(source)
+        identities.add(loaded.identity)
+        assert torch.equal(logits(loaded.model, prompt()), expected)
+    assert len(identities) == 1
+    tuned = tmp_path / "tuned"
+    shutil.copytree(home, tuned)
+    with (tuned / files[1].name).open("r+b") as later:
+        later.seek(-1, os.SEEK_END)
+        later.write(b"\x55")
+    assert loading.load(tuned / files[0].name).identity not in identities, "all files are looked at"
     shutil.copy(whole, home / "mmproj-m.gguf")  # its part for pictures
     assert torch.equal(logits(loading.load(home).model, prompt()), expected)
     shutil.copy(whole, home / "other.gguf")

@@ -21,6 +21,7 @@ from blake3 import blake3
 
 from stowage.errors import CheckpointError
 from stowage.models.remembered import Remembered, default_state_directory
+from stowage.weights.gguf import splits_of
 
 _ANSWERED_FROM = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json", "*.py")
 _WITHOUT_TENSORS = (".json", ".py")
@@ -33,8 +34,13 @@ _SETTLED_S = 2.0
 
 def files_in(directory: Path) -> list[Path]:
     """What the answers of a model or adapter in ``directory`` depend on, in whatever format others read it, and what it
-    is called does not. An engine that loads the files itself knows which of them it reads.
+    is called does not. Of a file that is a model: all over which it is split, and those for pictures that others find
+    beside it. An engine that loads the files itself knows which of them it reads. Raises CheckpointError where some of
+    a split model are missing.
     """
+    if directory.is_file():
+        splits = splits_of(directory)
+        return sorted({*splits, *splits[0].parent.glob("*mmproj*.gguf")})
     left_out = {path for pattern in _LEFT_OUT for path in directory.glob(pattern)}
     found = {path for pattern in _ANSWERED_FROM for path in directory.glob(pattern) if path.is_file()}
     return sorted(found - left_out)

@@ -79,10 +79,12 @@ class Names:
 
 
 def _weights(model: str | None) -> str:
-    """A digest of the files of a directory; else the name, as it was given."""
-    directory = Path(model or "")
-    if model and directory.is_dir():
-        files = identity.files_in(directory)
+    """A digest of the files of a directory, or of a file and those that it is split over; else the name, as it was
+    given.
+    """
+    path = Path(model or "")
+    if model and path.exists():
+        files = identity.files_in(path)
         if files:
-            return identity.of_checkpoint(directory, files)
+            return identity.of_checkpoint(files[0].parent, files)
     return f"name:{model}"

@@ -157,19 +157,20 @@ def _weights(model: Any, config: Any) -> str:
     )
     if elsewhere:
         return _private(f"the weights come from {elsewhere} and not from files in a directory")
-    directory = _directory(model)
-    if directory is not None:
-        files = identity.files_in(directory)
+    path = _path(model)
+    if path is not None:
+        files = identity.files_in(path)
         if identity.have_tensors(files):
-            return identity.of_checkpoint(directory, files)
+            return identity.of_checkpoint(files[0].parent, files)
     commit = getattr(model.hf_config, "_commit_hash", None)
-    if commit:
+    if commit and (model.hf_config_path or model.model) == model.model:  # else it is of where the config lies
         return f"hub:{model.model}@{commit}"
     return _private(f"no files with weights were found of {model.model}, and its revision is not known")
 
 
-def _directory(model: Any) -> Path | None:
-    if Path(model.model).is_dir():
+def _path(model: Any) -> Path | None:
+    """The directory, or the file, that the weights are read from."""
+    if Path(model.model).exists():
         return Path(model.model)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
