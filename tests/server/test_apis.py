@@ -144,6 +144,13 @@ def test_calls_in_messages(client: openai.OpenAI, server: Server) -> None:
     (block,) = answer["content"]
     assert (block["type"], block["name"], answer["stop_reason"]) == ("tool_use", "weather", "tool_use")
     assert block["input"]["city"] in ("Rome", "Oslo")
+    seen = []
+    for most in range(1, answer["usage"]["output_tokens"] - 1, 4):
+        cut = claude(server, **options | {"max_tokens": most}).json()
+        ((*kinds, given),) = [(one["type"], one.get("text"), one.get("input")) for one in cut["content"]]
+        assert cut["stop_reason"] == "max_tokens" and kinds in (["text", ""], ["tool_use", None]), "no half of a call"
+        seen.append(given)
+    assert seen[0] is None and {} in seen
     found = events(claude(server, **options, stream=True).text)
     partial = "".join(told["delta"]["partial_json"] for name, told in found if name == "content_block_delta")
     assert json.loads(partial) == block["input"]

@@ -146,6 +146,10 @@ def test_calls_of_every_format(tooled: openai.OpenAI, form: str, marked: Path) -
         assert answer.finish_reason == "tool_calls"
         assert len(checked(answer.message.tool_calls)) == 1
         assert answer.message.content is None or form == "openai", "there, something may be said before a call"
+        for most in (1, 3, 9):
+            cut = tooled.chat.completions.create(**required | {"max_tokens": most}).choices[0]
+            assert cut.finish_reason == "length"
+            assert not cut.message.content or form == "openai", "no half of a call"
         named = {"type": "function", "function": {"name": "forecast"}}
         answer = tooled.chat.completions.create(**options, seed=seed, tool_choice=named).choices[0]
         assert [name for name, _ in checked(answer.message.tool_calls)] == ["forecast"]

@@ -106,19 +106,54 @@ CASES = [
 HERMES = next(case for case in CASES if case[0] == "hermes")
 
 
-def read(syntax: OutputSyntax, text: str, cuts: random.Random | None = None) -> list[tuple[str, str]]:
+def read(
+    syntax: OutputSyntax, text: str, cuts: random.Random | None = None, *, is_cut: bool = False
+) -> list[tuple[str, str]]:
     parser, at, parts = OutputParser(syntax), 0, list[Part]()
     while at < len(text):
         end = len(text) if cuts is None else at + cuts.choice((1, 1, 2, 3, 9))
         parts += parser.push(text[at:end])
         at = end
     found: list[tuple[str, str]] = []
-    for part in parts + parser.finish():
+    for part in parts + parser.finish(is_cut=is_cut):
         if found and found[-1][0] == part.kind != "call":
             found[-1] = (part.kind, found[-1][1] + part.text)
         else:
             found.append((part.kind, part.text))
     return found
+
+
+@pytest.mark.parametrize(("name", "text", "parts"), CASES)
+def test_of_a_call_that_is_cut_no_half_is_text(name: str, text: str, parts: list[tuple[str, str]]) -> None:
+    """Wherever the limit of tokens falls: what was written before the call, its name, its arguments so far."""
+    form = FORMATS[name]
+    syntax = OutputSyntax(form, harmony=form.harmony, schemas=SCHEMAS)
+    names = [said for kind, said in parts if kind == "call"]
+    if not names or "odd" in text:
+        return
+    whole = next((said for kind, said in parts if kind == "content"), "")
+    begins = text.index(form.trigger or ("to=" if form.harmony else '"name": "')) + max(len(form.trigger), 9)
+    for end in range(begins, len(text)):
+        for chance in (None, random.Random(end)):
+            found = read(syntax, text[:end], chance, is_cut=True)
+            assert "".join(said for kind, said in found if kind == "content") == whole, text[:end]
+            called = [said for kind, said in found if kind == "call"]
+            assert called == names[: len(called)], text[:end]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ('{"name": "f", "para', [("call", "f")]),
+        ('{"name": "f', []),
+        ('{"name": "', []),
+        ('{"name": "Ada", "bo', [("content", '{"name": "Ada", "bo')]),
+        ('{"na', [("content", '{"na')]),
+    ],
+)
+def test_where_nothing_marks_a_call_the_name_of_a_tool_does(text: str, parts: list[tuple[str, str]]) -> None:
+    """An answer that is JSON, and is cut, stays one."""
+    assert read(OutputSyntax(FORMATS["llama3_json"], schemas=SCHEMAS), text, is_cut=True) == parts
 
 
 def test_arguments_between_tags_whose_schema_is_elsewhere() -> None:

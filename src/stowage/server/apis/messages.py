@@ -184,7 +184,8 @@ class MessageAnswer(Answer):
     def whole(self, scores: Mapping[int, Scores]) -> dict[str, Any]:
         completion = self._ended[0]
         spoken = self._parsers.whole(0, completion)
-        return self._frame(_content(spoken)) | self._ending(completion, spoken) | {"usage": self._usage()}
+        content = _content(spoken, is_cut=completion.finish_reason == "length")
+        return self._frame(content) | self._ending(completion, spoken) | {"usage": self._usage()}
 
     def opening(self) -> list[Event]:
         usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
@@ -256,8 +257,10 @@ class MessageAnswer(Answer):
         }
 
 
-def _content(spoken: ParsedOutput) -> list[dict[str, Any]]:
-    """Content blocks. A call whose arguments are no JSON object, because it was cut off or is not enforced, is text."""
+def _content(spoken: ParsedOutput, *, is_cut: bool) -> list[dict[str, Any]]:
+    """Content blocks. A call whose arguments are no JSON object is text, since it was not enforced; in an answer that
+    was cut off it is a block without input, as clients look for it there (Anthropic, "Handling stop reasons").
+    """
     found: list[dict[str, Any]] = []
     if spoken.reasoning:
         found.append({"type": "thinking", "thinking": spoken.reasoning, "signature": ""})
@@ -267,7 +270,7 @@ def _content(spoken: ParsedOutput) -> list[dict[str, Any]]:
         try:
             given = json.loads(call.arguments)
         except (ValueError, RecursionError):
-            given = None
+            given = {} if is_cut and call is spoken.calls[-1] else None
         if isinstance(given, dict):
             found.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
         else:

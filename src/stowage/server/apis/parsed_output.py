@@ -50,7 +50,9 @@ class ChoiceParsers:
             parts = [Part("content", delta.text)] if delta.text else []
         else:
             parser = self._parsers.setdefault(choice, OutputParser(self._ask.syntax))
-            parts = parser.push(delta.text) + (parser.finish() if delta.completion is not None else [])
+            parts = parser.push(delta.text)
+            if delta.completion is not None:
+                parts += parser.finish(is_cut=delta.completion.finish_reason != "stop")
         spoken = self.spoken(choice)
         for part in parts:
             if part.kind == "content":

@@ -174,7 +174,8 @@ class Reader:
         form = chat_template.format
         calls = form if tools.callable else None
         schemas = {tool.name: tool.parameters for tool in tools.callable}
-        syntax = OutputSyntax(calls, thinks, begun, tools.parallel and tools.choice != "named", form.harmony, schemas)
+        several = tools.parallel and tools.choice != "named"
+        syntax = OutputSyntax(calls, thinks, begun, several, form.harmony, schemas, tools.is_forced)
         wanted = enforced(form, tools, chat.wanted, self.grammars, chat_template.thinking(thinks=thinks, begun=begun))
         shown = params.skip_special_tokens and (syntax.is_plain or not chat_template.hides_markers)
         return prompt, replace(params, structured_outputs=wanted, skip_special_tokens=shown), syntax

@@ -22,11 +22,12 @@ class Part:
 
 
 class IncrementalParser(ABC):
-    """Parses a text that comes in pieces. Subclasses implement `_step`."""
+    """Parses a text that comes in pieces. Subclasses implement `_step`. is_cut: the model would have written more."""
 
     def __init__(self) -> None:
         self._buffer = ""
         self._parts: list[Part] = []
+        self.is_cut = False
 
     def feed(self, text: str, *, last: bool) -> list[Part]:
         self._buffer += text

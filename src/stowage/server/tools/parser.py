@@ -3,6 +3,10 @@
 Owns what is held back: no more than may yet be a marker, or the beginning of a call until its tool's name is whole.
 What looks like a call and is none is given out as text. Arguments are handed on as the model writes them; those between
 tags become JSON (`tagged`).
+
+Of a call that the limit of tokens cuts, what is certain is given out: its name, and the arguments so far. What precedes
+a whole name is nothing that a client could use, and no text either: it is left out. So do vLLM's parsers, in streams;
+what is not streamed some of them give out as text (hermes, llama3_json), and others leave out too (deepseek_v3).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ _NAME_CHARACTERS: Final = 256
 _OBJECT: Final = re.compile(
     r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
 )
+_BEGUN: Final = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)("?)')
 _KEY: Final = re.compile(r'\{\s*"(\w*)"')
 _KEYS: Final = ("name", "arguments", "parameters", "type", "id")
 """What the first key of a call may be."""
@@ -32,6 +37,7 @@ _KEYS: Final = ("name", "arguments", "parameters", "type", "id")
 class OutputSyntax:
     """The syntax of an answer. format: of tool calls; None: none. thinks: reasoning ends with `</think>`; begun: the
     answer begins within it. parallel: more than one call counts. schemas: of each tool's arguments, by tool name.
+    forced: an answer is calls and nothing else.
     """
 
     format: ToolFormat | None = None
@@ -40,6 +46,7 @@ class OutputSyntax:
     parallel: bool = True
     harmony: bool = False
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    forced: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -60,9 +67,9 @@ class OutputParser:
         if syntax.harmony:
             self._calls = _Harmony(calls=syntax.format is not None)
         elif syntax.format is not None and syntax.format.tags is not None:
-            self._calls = TaggedCalls(syntax.format, syntax.format.tags, syntax.schemas)
+            self._calls = TaggedCalls(syntax.format, syntax.format.tags, syntax.schemas, forced=syntax.forced)
         elif syntax.format is not None:
-            self._calls = _Calls(syntax.format)
+            self._calls = _Calls(syntax.format, tuple(syntax.schemas), forced=syntax.forced)
         self._parallel = syntax.parallel
         self._seen = 0
 
@@ -70,8 +77,10 @@ class OutputParser:
         """Parse more text; the parts that are now certain."""
         return self._sifted(self._through(text, last=False))
 
-    def finish(self) -> list[Part]:
-        """The answer has ended; the parts that were buffered."""
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """The answer has ended; the parts that were buffered. is_cut: the model would have written more."""
+        if self._calls is not None:
+            self._calls.is_cut = is_cut
         return self._sifted(self._through("", last=True))
 
     def _through(self, text: str, *, last: bool) -> Iterable[Part]:
@@ -127,19 +136,20 @@ class _Thoughts(IncrementalParser):
 
 
 class _Calls(IncrementalParser):
-    """Calls of any format but harmony."""
+    """Calls of any format but harmony and those with tags. forced: the answer is nothing else."""
 
-    def __init__(self, form: ToolFormat) -> None:
+    def __init__(self, form: ToolFormat, tools: tuple[str, ...], *, forced: bool) -> None:
         super().__init__()
-        self._form = form
+        self._form, self._tools = form, tools
         self._heads = [re.compile(form.header, re.DOTALL), _OBJECT] if form.header else [_OBJECT]
         self._state = "text" if form.trigger else "detect"
         self._marker = ""
+        self._called = forced
         self._value, self._read = _Value(), 0
 
     def feed(self, text: str, *, last: bool) -> list[Part]:
         parts = super().feed(text, last=last)
-        if last and self._marker and self._state in ("name", "after_call"):
+        if last and not self.is_cut and self._marker and self._state in ("name", "after_call"):
             parts.append(Part("content", self._marker))
         return parts
 
@@ -162,7 +172,7 @@ class _Calls(IncrementalParser):
         return self._emit("content", len(self._buffer))
 
     def _read_text(self, last: bool) -> bool:
-        marker = self._emit_until("content", (self._form.trigger,), last)
+        marker = self._emit_until("content", (self._form.trigger,), last and not (self.is_cut and self._called))
         if marker:
             self._marker, self._state = marker, "after_call"
         return bool(marker)
@@ -174,7 +184,7 @@ class _Calls(IncrementalParser):
             self._buffer = "" if last else self._buffer
             return False
         listed = sorted((*self._form.heads, *self._form.skipped), key=len, reverse=True)
-        if not last and any(one.startswith(text) and one != text for one in listed):
+        if (not last or self.is_cut) and any(one.startswith(text) and one != text for one in listed):
             return False
         known = next((one for one in listed if text.startswith(one)), "")
         if known:
@@ -203,7 +213,7 @@ class _Calls(IncrementalParser):
             if found := pattern.match(self._buffer):
                 name = _text_of(found[1]) if pattern is _OBJECT else found[1]
                 self._parts.append(Part("call", name))
-                self._marker = ""
+                self._marker, self._called = "", True
                 self._buffer, self._value, self._state = self._buffer[found.end() :], _Value(), "arguments"
                 return True
         if text.startswith("{") and not ((key := _KEY.match(text)) and key[1] not in _KEYS):
@@ -213,10 +223,13 @@ class _Calls(IncrementalParser):
                 self._buffer, self._state = text[self._read + end :], "after_call"
                 return True
             self._read = len(text)
-            return self._none() if end or last else False
-        if text.startswith("{"):
+            if end:
+                return self._none()
+        elif text.startswith("{") or len(text) > _NAME_CHARACTERS:
             return self._none()
-        return self._none() if last or len(text) > _NAME_CHARACTERS else False
+        if last and self.is_cut:
+            return self._cut_short()
+        return self._none() if last else False
 
     def _read_arguments(self, last: bool) -> bool:
         end = self._value.feed(self._buffer)
@@ -237,8 +250,20 @@ class _Calls(IncrementalParser):
         if not isinstance(name, str) or not name or not isinstance(arguments, str):
             return False
         self._parts += [Part("call", name), Part("arguments", arguments)]
-        self._marker = ""
+        self._marker, self._called = "", True
         return True
+
+    def _cut_short(self) -> bool:
+        """Of a call before its arguments, the name if that is whole. What neither a marker nor another call precedes is
+        text, unless it begins to name a tool.
+        """
+        found = _BEGUN.match(self._buffer)
+        if found and found[2] and found[1] in self._tools:
+            self._parts.append(Part("call", found[1]))
+        elif not (self._marker or self._called or (found and any(one.startswith(found[1]) for one in self._tools))):
+            return self._none()
+        self._buffer = ""
+        return False
 
     def _none(self) -> bool:
         """What looked like a call is content."""

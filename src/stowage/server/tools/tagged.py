@@ -27,10 +27,11 @@ _PYTHON: Final = {"True": True, "False": False, "None": None}
 
 
 class TaggedCalls(IncrementalParser):
-    """The calls of one answer. schemas: of each tool's arguments, by tool name."""
+    """The calls of one answer. schemas: of each tool's arguments, by tool name. forced: it is nothing else."""
 
-    def __init__(self, form: ToolFormat, tags: Tags, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, form: ToolFormat, tags: Tags, schemas: Mapping[str, Mapping[str, Any]], *, forced: bool) -> None:
         super().__init__()
+        self._forced = forced
         self._form, self._tags, self._schemas = form, tags, schemas
         self._name, self._key = re.compile(tags.name), re.compile(tags.key)
         self._ends = ("\n" + tags.end, tags.end) if tags.lines else (tags.end,)
@@ -42,7 +43,7 @@ class TaggedCalls(IncrementalParser):
 
     def feed(self, text: str, *, last: bool) -> list[Part]:
         parts = super().feed(text, last=last)
-        if last and self._marker:
+        if last and not self.is_cut and self._marker:
             parts.append(Part("content", self._marker))
         return parts
 
@@ -50,7 +51,7 @@ class TaggedCalls(IncrementalParser):
         return bool(getattr(self, f"_read_{self._state}")(last))
 
     def _read_text(self, last: bool) -> bool:
-        marker = self._emit_until("content", (self._form.trigger,), last)
+        marker = self._emit_until("content", (self._form.trigger,), last and not (self.is_cut and self._forced))
         if marker:
             self._marker, self._state = marker, "name"
         return bool(marker)
@@ -59,7 +60,7 @@ class TaggedCalls(IncrementalParser):
         """The tool's name; without one, what looked like a call is content."""
         found = self._name.match(self._buffer[:_HEAD_CHARACTERS])
         if found is None:
-            if not last and len(self._buffer) < _HEAD_CHARACTERS:
+            if (not last or self.is_cut) and len(self._buffer) < _HEAD_CHARACTERS:
                 return False
             self._parts.append(Part("content", self._marker))
             self._marker, self._state = "", "text"
@@ -122,7 +123,7 @@ class TaggedCalls(IncrementalParser):
             return False
         closing, trigger, again = self._tags.closing, self._form.trigger, self._tags.again
         known = [one for one in (closing, trigger, again) if one]
-        if not last and any(one.startswith(text) and one != text for one in known):
+        if (not last or self.is_cut) and any(one.startswith(text) and one != text for one in known):
             return False
         if again and text.startswith(again):
             self._buffer, self._state = text, "name"
