@@ -163,6 +163,19 @@ def test_calls_of_every_format(tooled: openai.OpenAI, form: str, marked: Path) -
         assert form == "openai" or not any(piece.choices[0].delta.content for piece in pieces)
 
 
+def test_special_tokens_that_mark_no_call_are_left_out_beside_tools(
+    tooled: openai.OpenAI, form: str, marked: Path
+) -> None:
+    other = "[ARGS]" if form.startswith("glm") else "<arg_key>"
+    token = AutoTokenizer.from_pretrained(marked).convert_tokens_to_ids(other)
+    options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "logit_bias": {token: 100}, "max_tokens": 4}
+    for tools in ({}, {"tools": TOOLS}):
+        message = tooled.chat.completions.create(**options, **tools).choices[0].message
+        assert (message.content, message.tool_calls) == ("", None)
+    asked = tooled.chat.completions.create(**options, extra_body={"skip_special_tokens": False}).choices[0].message
+    assert asked.content == (4 * other if form != "openai" else ""), "there, it is the head of a message"
+
+
 def test_several_choices_and_calls(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=ASKED, tools=TOOLS, tool_choice="required", n=3, temperature=1.5, seed=2, max_tokens=300

@@ -8,6 +8,7 @@ strings, however long these are, and also where the tokens' bytes never become c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from stowage.engine.sampling_params import SamplingParams
@@ -27,7 +28,7 @@ class Detokenizer:
         tokenizer: a Transformers tokenizer, or ``None``: then there is no text, and stop strings never match.
         prompt: the prompt's tokens; the last few give the first piece its context (leading spaces depend on it).
         min_tokens: a stop string that is whole with so many tokens does not count.
-        ends: None: special tokens are left out of the text; else only these are.
+        silent: None: special tokens are left out of the text; else only these are.
     """
 
     def __init__(
@@ -36,12 +37,12 @@ class Detokenizer:
         prompt: Sequence[int],
         stop: Sequence[str],
         min_tokens: int = 0,
-        ends: frozenset[int] | None = None,
+        silent: frozenset[int] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = [_Stop(text) for text in stop]
-        self._skips = ends is None
-        self._silent = frozenset(getattr(tokenizer, "all_special_ids", ())) if ends is None else ends
+        self._skips = silent is None
+        self._silent = frozenset(getattr(tokenizer, "all_special_ids", ())) if silent is None else silent
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
         self._begin = 0
         self._read = len(self._tokens)
@@ -131,8 +132,17 @@ class Detokenizer:
 
 def detokenizer(tokenizer: Any, prompt: Sequence[int], params: SamplingParams, eos: frozenset[int]) -> Detokenizer:
     """The text of a request's answer; ``eos``: tokens that end one."""
-    ends = None if params.skip_special_tokens else eos.union(params.stop_token_ids)
-    return Detokenizer(tokenizer, prompt, params.stop, params.min_tokens, ends)
+    silent = None if params.skip_special_tokens else eos.union(params.stop_token_ids)
+    if silent is None and params.kept_special_tokens and tokenizer is not None:
+        silent = special_tokens(tokenizer).difference(params.kept_special_tokens) | eos
+    return Detokenizer(tokenizer, prompt, params.stop, params.min_tokens, silent)
+
+
+@lru_cache(maxsize=4)
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """All that decoding leaves out: the ones with a role, and those that were added as special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids) | {int(token) for token, said in added.items() if said.special}
 
 
 class _Stop:

@@ -108,7 +108,8 @@ class SamplingParams:
     by ``presence_penalty`` (once) and ``frequency_penalty`` (each time; both -2 to 2, 0 off, as OpenAI defines them);
     what prompt or answer have, by ``repetition_penalty`` (0.01 to 10, 1 off; Keskar et al., arXiv:1909.05858).
     Only tokens that ``structured_outputs`` allows are sampled. Log-probabilities are those of the model, before all of
-    this. ``skip_special_tokens`` false: special tokens are part of the text, but for the one that ends it.
+    this. ``skip_special_tokens`` false: special tokens are part of the text, but for the one that ends it; else only
+    ``kept_special_tokens`` are.
 
     Raises ``RequestError`` for a value of the wrong type or out of range, with the field's name.
     """
@@ -132,6 +133,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
+    kept_special_tokens: tuple[int, ...] = ()
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -148,7 +150,8 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             object.__setattr__(self, name, _number(name, getattr(self, name)))
         object.__setattr__(self, "stop", _listed("stop", self.stop, str, "non-empty strings"))
-        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, int, "token ids"))
+        for name in ("stop_token_ids", "kept_special_tokens"):
+            object.__setattr__(self, name, _listed(name, getattr(self, name), int, "token ids"))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise RequestError(

@@ -177,8 +177,8 @@ class Reader:
         several = tools.parallel and tools.choice != "named"
         syntax = OutputSyntax(calls, thinks, begun, several, form.harmony, schemas, tools.is_forced)
         wanted = enforced(form, tools, chat.wanted, self.grammars, chat_template.thinking(thinks=thinks, begun=begun))
-        shown = params.skip_special_tokens and (syntax.is_plain or not chat_template.hides_markers)
-        return prompt, replace(params, structured_outputs=wanted, skip_special_tokens=shown), syntax
+        kept = () if syntax.is_plain else chat_template.special_markers
+        return prompt, replace(params, structured_outputs=wanted, kept_special_tokens=kept), syntax
 
     def prompt(
         self,

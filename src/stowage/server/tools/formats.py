@@ -73,8 +73,10 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that must be seen to find calls: with some tokenizers these are special tokens."""
-        return (self.trigger, *self.heads, *self.skipped)
+        """Texts in which all stands that must be seen to find calls: with some tokenizers parts are special tokens."""
+        tags = (self.tags.opens, self.tags.end, *self.tags.ends, self.tags.closing) if self.tags else ()
+        head = self.header.replace("\\", "")
+        return (self.before, self.after, self.opening, self.closing, *self.heads, *self.skipped, head, *tags)
 
 
 _BEGIN, _CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -123,7 +125,8 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         ),
         ToolFormat(
             "openai", "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "",
-            heads=("<|channel|>", "<|message|>"), harmony=True,
+            heads=("<|channel|>", "<|message|>"), skipped=("<|start|>", "<|end|>", "<|call|>", "<|return|>"),
+            harmony=True,
         ),
         ToolFormat(
             "kimi_k2", f"<|tool_call_begin|>functions.NAME:{INDEX}{_ARGUMENT}", "<|tool_call_end|>", _KIMI, _KIMI, "",

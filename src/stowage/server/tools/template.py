@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from blake3 import blake3
 
+from stowage.engine.detokenizer import special_tokens
 from stowage.engine.sampling_params import Thinking
 from stowage.server.tools.formats import AUTO, FORMATS, of_template
 from stowage.server.tools.parser import THINK_BEGIN, THINK_END
@@ -53,10 +54,11 @@ class ChatTemplate:
         return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
 
     @cached_property
-    def hides_markers(self) -> bool:
-        """Whether some markers of calls and reasoning are special tokens, which decoding leaves out by default."""
-        texts = [*self.format.markers, THINK_BEGIN, THINK_END]
-        return any(self._is_special(text) for text in texts if text)
+    def special_markers(self) -> tuple[int, ...]:
+        """Special tokens, which decoding leaves out by default, that calls and reasoning are found by."""
+        written = "\n".join((*self.format.markers, THINK_BEGIN, THINK_END))
+        texts = {token: str(self._tokenizer.decode([token])) for token in special_tokens(self._tokenizer)}
+        return tuple(sorted(token for token, text in texts.items() if text.strip() and text.strip() in written))
 
     def told(
         self, messages: list[dict[str, Any]], tools: RequestTools, template: Mapping[str, Any]
@@ -104,10 +106,6 @@ class ChatTemplate:
     def _token(self, text: str) -> int | None:
         found = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return int(found[0]) if len(found) == 1 else None
-
-    def _is_special(self, text: str) -> bool:
-        token = self._token(text)
-        return token is not None and not self._tokenizer.decode([token], skip_special_tokens=True)
 
 
 def _with_short_ids(message: dict[str, Any], characters: int) -> dict[str, Any]:
