@@ -20,12 +20,11 @@ from stowage.storage.format.batch import (
     all_begin_on_one_by_one,
     digests_of,
     digests_one_by_one,
-    is_built,
     is_wanted,
 )
 from stowage.storage.format.protection import NO_MARK, Cipher, Mark, Method, Protection, SecretKey
 
-built = pytest.mark.skipif(not is_built(), reason="no C compiler when it was installed, or another build of xxhash")
+built = pytest.mark.skipif(not batch._BUILT, reason="no C compiler when it was installed, or another build of xxhash")
 LENGTHS = st.lists(st.integers(1, 1200) | st.sampled_from([16, 128, 129, 240, 241, 40_000]), min_size=1, max_size=6)
 
 
@@ -116,16 +115,16 @@ def test_the_kernel_is_chosen_unless_it_is_not_wanted(monkeypatch: pytest.Monkey
     asked: list[str] = []
     monkeypatch.setattr(batch, "_in_c", lambda *_: asked.append("C"))
     monkeypatch.setattr(batch, "digests_one_by_one", lambda *_: asked.append("Python"))
-    quick = "C" if is_built() else "Python"
+    quick = "C" if batch._BUILT else "Python"
     for value, expected in (("", quick), ("0", quick), ("1", "Python")):
         monkeypatch.setenv("STOWAGE_PURE_PYTHON", value)
         assert is_wanted() is (expected == "C")
         digests_of(fields, payloads)
         assert asked.pop() == expected
     monkeypatch.delenv("STOWAGE_PURE_PYTHON")
-    assert is_wanted() is is_built()
+    assert is_wanted() is batch._BUILT
     monkeypatch.setattr(batch, "_BUILT", False)
-    assert not is_built() and not is_wanted()
+    assert not is_wanted()
 
 
 @built

@@ -206,18 +206,17 @@ def test_digests_do_not_depend_on_how_tokens_arrive(tokens: list[int], chunk_tok
     once = Chain(SPACE, chunk_tokens).extend(tokens, media)
     assert len(once) == len(tokens) // chunk_tokens
 
-    piecewise, chain, position = [], Chain(SPACE, chunk_tokens), 0
+    chain, twin = Chain(SPACE, chunk_tokens), Chain(SPACE, chunk_tokens)
+    piecewise, position = [], 0
     while position < len(tokens):
         end = data.draw(st.integers(position + 1, len(tokens)))
         piece = tokens[position:end]
         due = [(place, digest) for place, digest in media if position <= place < end]
-        late = chain.copy()
         digests = chain.extend(piece if data.draw(st.booleans()) else np.array(piece, dtype=np.uint32), due)
-        assert late.extend(piece, due) == digests
+        assert twin.extend(piece, due) == digests
         piecewise += digests
         position = end
     assert piecewise == once
-    assert (chain.tokens, chain.chunks) == (len(tokens), len(once))
 
 
 @given(tokens_lists, st.integers(1, 9), st.data())
@@ -250,7 +249,6 @@ def test_media_of_a_complete_chunk_are_refused_and_change_nothing() -> None:
     chain.extend([1, 2, 3, 4, 5])
     with pytest.raises(ValueError, match="too late"):
         chain.extend([6, 7, 8], [(3, b"picture")])
-    assert chain.tokens == 5
     assert chain.extend([6, 7, 8]) == Chain(SPACE, 4).extend([1, 2, 3, 4, 5, 6, 7, 8])[1:]
 
 
@@ -273,7 +271,6 @@ def test_tokens_out_of_range_are_refused_and_change_nothing(tokens: Any) -> None
     chain.extend([1])
     with pytest.raises(ValueError, match="token ids"):
         chain.extend(tokens)
-    assert chain.tokens == 1
     assert chain.extend([2]) == Chain(SPACE, 2).extend([1, 2])
 
 

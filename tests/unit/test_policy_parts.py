@@ -64,11 +64,17 @@ def test_classes_tell_how_often_and_how_quickly() -> None:
     assert spans.tolist() == [0, 2, 3, SPANS - 1, 2, 2, 2, 2]
 
 
+def learn(hazard: Hazard, now: int) -> None:
+    """All steps at once."""
+    for _ in hazard.learning(now):
+        pass
+
+
 def taught(life: Callable[[Hazard, int], None], rounds: int = 2000) -> Hazard:
     hazard = Hazard(1000)
     for now in range(1, rounds):
         life(hazard, now)
-    hazard.learn(rounds)
+    learn(hazard, rounds)
     return hazard
 
 
@@ -107,7 +113,7 @@ def test_learning_in_steps_is_learning_at_once_and_changes_the_index_as_a_whole(
         assert np.array_equal(in_steps.index, before), "half of an index"
         life_of_many_classes(in_steps, 600 + steps)  # too late for this time
         in_steps.fade()
-    at_once.learn(600)
+    learn(at_once, 600)
     assert steps > 2 and np.array_equal(in_steps.index, at_once.index) and not np.array_equal(in_steps.index, before)
 
 

@@ -260,7 +260,7 @@ class PrefixPlanner:
                 incomplete = set(found.chunks.tolist())
                 refused.update(key for chunk, key in zip(part.chunks, part.keys, strict=True) if chunk in incomplete)
             else:
-                copies.append((part, found.copies))
+                copies.append((part, found))
         request.refused |= refused
         return None if refused else copies
 

@@ -36,11 +36,6 @@ class CopyPlan:
         """Blocks to copy."""
         return len(self.blocks)
 
-    @property
-    def chunks(self) -> int:
-        """Distinct arena slots that are read or written."""
-        return len(np.unique(self.slots))
-
     def bytes(self, group: Group) -> int:
         """Bytes that the copies move; `group` is the group that the plan is for."""
         assert group.index == self.group, (group.index, self.group)
@@ -55,18 +50,9 @@ class CopyPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoadPlan:
-    """All that a group lacks on the device to resume at `boundary`; possibly nothing."""
-
-    boundary: int
-    copies: CopyPlan
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Incomplete:
-    """A resume at `boundary` is not possible: these chunks (indices, ascending) lack a block that it needs."""
+    """There is no plan to resume at a boundary: these chunks (indices, ascending) lack a block that it needs."""
 
-    boundary: int
     chunks: IntArray
 
 
@@ -95,8 +81,9 @@ def load_plan(
     masks: MaskArray,
     block_table: IntArray,
     already: BoolArray,
-) -> LoadPlan | Incomplete:
-    """The copies that make a group ready to resume at `boundary`, or the chunks that forbid it.
+) -> CopyPlan | Incomplete:
+    """The copies of all that a group lacks on the device to resume at `boundary`, possibly none, or the chunks that
+    forbid it.
 
     `chunk_slots` names the arena slot of each chunk, as an array from chunk 0 on or as a mapping; -1, or missing:
     absent. `masks[i]` are the valid blocks of chunk i. `already[b]`: the sequence's block b is valid on the device and
@@ -112,10 +99,10 @@ def load_plan(
     valid = expand_masks(_padded(masks, chunk_count, 0), per_chunk)[wanted]
     absent = ~valid | (slots < 0)
     if absent.any():
-        return Incomplete(boundary, np.unique(chunks[absent]))
-    copies = CopyPlan(strategy.group.index, block_table[wanted], slots, offsets)
-    copies.check()
-    return LoadPlan(boundary, copies)
+        return Incomplete(np.unique(chunks[absent]))
+    plan = CopyPlan(strategy.group.index, block_table[wanted], slots, offsets)
+    plan.check()
+    return plan
 
 
 def _slots_array(chunk_slots: ChunkSlots, chunk_count: int) -> IntArray:

@@ -104,16 +104,6 @@ class Chain:
         self._tail = b""
         self._media: list[tuple[int, bytes]] = []
 
-    @property
-    def tokens(self) -> int:
-        """All tokens seen, the incomplete chunk's too."""
-        return (self._chunks * self._chunk_bytes + len(self._tail)) // _TOKEN_BYTES
-
-    @property
-    def chunks(self) -> int:
-        """Chunks completed."""
-        return self._chunks
-
     def extend(self, tokens: Tokens, media: Media = ()) -> list[bytes]:
         """Append tokens; returns the digests of the chunks that they complete, in order.
 
@@ -135,12 +125,6 @@ class Chain:
         digests = self._digests(data)
         self._tail = bytes(data[len(digests) * self._chunk_bytes :])
         return digests
-
-    def copy(self) -> Chain:
-        """An independent chain that continues from here."""
-        other = Chain(self._namespace, self._chunk_bytes // _TOKEN_BYTES)
-        other._chunks, other._last, other._tail, other._media = self._chunks, self._last, self._tail, list(self._media)
-        return other
 
     def _digests(self, data: memoryview) -> list[bytes]:
         key, size, last = self._namespace, self._chunk_bytes, self._last

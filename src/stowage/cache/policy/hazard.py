@@ -142,14 +142,9 @@ class Hazard:
         self._used /= 2
         self._ended /= 2
 
-    def learn(self, now: int) -> None:
-        """Make the index anew."""
-        for _ in self.learning(now):
-            pass
-
     def learning(self, now: int) -> Iterator[None]:
-        """The same in steps, so that nobody has to wait for all of it at once. What is counted after the first step is
-        for the next time; the index changes with the last one, as a whole.
+        """Makes the index anew in steps, so that nobody has to wait for all of it at once. What is counted after the
+        first step is for the next time; the index changes with the last one, as a whole.
         """
         used, ended, waiting, epoch = self._used.copy(), self._ended.copy(), self._waiting.copy(), self._epoch
         yield

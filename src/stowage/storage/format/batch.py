@@ -61,13 +61,8 @@ def _connected() -> bool:
 _BUILT: Final = _connected()
 
 
-def is_built() -> bool:
-    """Whether the kernel can be had at all."""
-    return _BUILT
-
-
 def is_wanted() -> bool:
-    """Whether it is used."""
+    """Whether the kernel is used."""
     return _BUILT and not is_on(PURE_PYTHON)
 
 

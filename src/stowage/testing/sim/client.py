@@ -171,7 +171,7 @@ class Client:
                 sequence.refused.update(sequence.keys[group][chunk] for chunk in load.chunks.tolist())
                 return self._forget(sequence)
             try:
-                self._device.load(load.copies)
+                self._device.load(load)
             except TransferError:
                 sequence.refused.update(sequence.keys[group][first : first + len(slots)])
                 return self._forget(sequence)
