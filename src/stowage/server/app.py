@@ -23,7 +23,6 @@ from stowage.server.api_errors import bad, no_model
 from stowage.server.apis import (
     chat,
     completions,
-    embeddings,
     messages,
     openapi,
     response_events,
@@ -34,10 +33,11 @@ from stowage.server.apis.answer import Answer, Scores
 from stowage.server.apis.generation_request import GenerationRequest
 from stowage.server.async_engine import AsyncEngine, Exchange, Read
 from stowage.server.auth import ApiKeys
-from stowage.server.body_reader import BodyReader, took_too_long
+from stowage.server.body_reader import BodyReader
 from stowage.server.embedding import EMBEDDINGS, Embedding, described
+from stowage.server.embedding import refuse as refuse_embeddings
 from stowage.server.limits import Limits
-from stowage.server.memory import Reservation, bytes_asked, bytes_encoded, bytes_to_read, entries
+from stowage.server.memory import Reservation, bytes_asked, bytes_encoded, entries
 from stowage.server.metrics import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ServerMetrics, tasks
 from stowage.server.middleware import CONTEXT, PAGE, STATE, RequestContext, wrapped
 from stowage.server.monitor import Monitor
@@ -51,7 +51,8 @@ def build(
     """The application; `host` as in `middleware.wrapped`."""
     plain = Plain(async_engine, metrics)
     dashboard = Dashboard(watch)
-    body_reader, request_history = BodyReader(limits), watch.request_history
+    memory = async_engine.memory
+    body_reader, request_history = BodyReader(limits, memory), watch.request_history
     routes = [
         Route(PAGE, dashboard.page),
         Route(STATE, dashboard.state),
@@ -62,16 +63,15 @@ def build(
         Route("/v1/models", plain.models),
         Route("/v1/models/{model:path}", plain.model),
         *(
-            Route(route, Generation(api, async_engine, limits, metrics, body_reader, request_history), methods=["POST"])
+            Route(route, Generation(api, async_engine, metrics, body_reader, request_history), methods=["POST"])
             for route, api in APIS
         ),
+        *(Route(path, Lookup(read, async_engine, body_reader), methods=["POST"]) for path, read in LOOKUPS),
     ]
-    routes += [Route(path, Lookup(read, async_engine, limits, body_reader), methods=["POST"]) for path, read in LOOKUPS]
     embedding = async_engine.served.embedding
     if embedding is not None:
-        vectors = Embedding(embedding, plain.names, async_engine.memory, limits, metrics)
+        vectors = Embedding(embedding, plain.names, body_reader, limits, metrics)
         routes.insert(0, Route(EMBEDDINGS, vectors, methods=["POST"]))
-    memory = async_engine.memory
     metrics.watch(
         async_engine.stats,
         choices_open=("choices that are served or wait", lambda: async_engine.choices_open),
@@ -186,7 +186,7 @@ APIS: Final = (
 
 LOOKUPS: Final[tuple[tuple[str, Read[dict[str, Any]]], ...]] = (
     (MESSAGES + "/count_tokens", messages.count),
-    (EMBEDDINGS, embeddings.read),
+    (EMBEDDINGS, refuse_embeddings),
     ("/tokenize", tokenization.tokenize),
     ("/detokenize", tokenization.detokenize),
 )
@@ -198,7 +198,6 @@ class Generation:
 
     api: Api
     async_engine: AsyncEngine
-    limits: Limits
     metrics: ServerMetrics
     body_reader: BodyReader
     request_history: RequestHistory
@@ -206,19 +205,12 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context: RequestContext = scope[CONTEXT]
         self.async_engine.refuse_if_full()
-        reservation = Reservation(self.async_engine.memory, context.client)
-        try:
-            async with asyncio.timeout(self.limits.request_timeout_s):
-                body = await self.body_reader.read(Request(scope, receive), reservation)
-                reservation.take(bytes_to_read(body))
-                request = await while_connected(receive, self.async_engine.read(self.api.read, body, reservation))
-                del body
-                reservation.shrink(bytes_asked(request))
-                await while_connected(receive, self._serve(request, context, send, reservation))
-        except TimeoutError as error:
-            raise took_too_long(self.limits) from error
-        finally:
-            reservation.close()
+        async with self.body_reader.reserved(context.client) as reservation:
+            body = await self.body_reader.read(Request(scope, receive), reservation)
+            request = await while_connected(receive, self.async_engine.read(self.api.read, body, reservation))
+            del body
+            reservation.shrink(bytes_asked(request))
+            await while_connected(receive, self._serve(request, context, send, reservation))
 
     async def _serve(
         self, request: GenerationRequest, context: RequestContext, send: Send, reservation: Reservation
@@ -283,19 +275,11 @@ class Lookup:
 
     read: Read[dict[str, Any]]
     async_engine: AsyncEngine
-    limits: Limits
     body_reader: BodyReader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context: RequestContext = scope[CONTEXT]
-        reservation = Reservation(self.async_engine.memory, context.client)
-        try:
-            async with asyncio.timeout(self.limits.request_timeout_s):
-                body = await self.body_reader.read(Request(scope, receive), reservation)
-                reservation.take(bytes_to_read(body))
-                found = await while_connected(receive, self.async_engine.read(self.read, body, reservation))
-                await send_json(send, 200, await self.async_engine.run(lambda: encoded(found)))
-        except TimeoutError as error:
-            raise took_too_long(self.limits) from error
-        finally:
-            reservation.close()
+        async with self.body_reader.reserved(context.client) as reservation:
+            body = await self.body_reader.read(Request(scope, receive), reservation)
+            found = await while_connected(receive, self.async_engine.read(self.read, body, reservation))
+            await send_json(send, 200, await self.async_engine.run(lambda: encoded(found)))

@@ -1,30 +1,44 @@
-"""Reads request bodies within limits: of size, of time, and of the memory of all requests together."""
+"""Reads request bodies within limits: of size, of time, and of the memory of all requests together; and ends requests
+that take too long.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
 from stowage.server.api_errors import ApiError
 from stowage.server.limits import Limits
-from stowage.server.memory import Reservation
+from stowage.server.memory import RequestMemory, Reservation, bytes_to_read
 from stowage.server.stream import ClientDisconnected
-
-
-def took_too_long(limits: Limits) -> ApiError:
-    what = f"The answer took longer than the {limits.request_timeout_s:g} s that a request may take."
-    return ApiError(504, what, code="timeout")
 
 
 class BodyReader:
     """See the module."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, limits: Limits, memory: RequestMemory) -> None:
+        self._limits, self._memory = limits, memory
+
+    @asynccontextmanager
+    async def reserved(self, client: str) -> AsyncIterator[Reservation]:
+        """The memory of one request of `client` while it is answered. Raises ApiError when that takes too long."""
+        reservation = Reservation(self._memory, client)
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                yield reservation
+        except TimeoutError as error:
+            what = f"The answer took longer than the {self._limits.request_timeout_s:g} s that a request may take."
+            raise ApiError(504, what, code="timeout") from error
+        finally:
+            reservation.close()
 
     async def read(self, request: Request, reservation: Reservation) -> bytearray:
-        """The whole body, whose bytes are counted in `reservation`. Raises ApiError and ClientDisconnected."""
+        """The whole body. Its bytes, and those that parsing it takes, are counted in `reservation`. Raises ApiError and
+        ClientDisconnected.
+        """
         self._check_head(request)
         body = bytearray()
         try:
@@ -34,6 +48,7 @@ class BodyReader:
         except TimeoutError as error:
             what = f"The body did not arrive within {self._limits.body_timeout_s:g} s."
             raise ApiError(408, what, code="timeout", headers={"connection": "close"}) from error
+        reservation.take(bytes_to_read(body))
         return body
 
     async def _part(self, request: Request, body: bytearray, reservation: Reservation) -> bool:

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, as OpenAI defines it, with an embedding model.
+"""`/v1/embeddings`, as OpenAI defines it, with an embedding model; without one it is refused, with advice.
 
 Owns the thread that computes, one text at a time, and stops when the client disconnects. Each text is computed alone,
 so its embedding does not depend on the others of a request.
@@ -19,13 +19,14 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from stowage.engine.prompts import Begin, unasked
 from stowage.errors import RequestError
 from stowage.server.api_errors import ApiError, bad, busy
-from stowage.server.apis.embeddings import generates
-from stowage.server.body_reader import BodyReader, took_too_long
+from stowage.server.apis.reader import Reader
+from stowage.server.body_reader import BodyReader
 from stowage.server.fields import Fields, parse_object
 from stowage.server.limits import Limits
-from stowage.server.memory import RequestMemory, Reservation, bytes_to_read
+from stowage.server.memory import Reservation
 from stowage.server.metrics import ServerMetrics
 from stowage.server.middleware import CONTEXT, RequestContext
 from stowage.server.served_model import ServedEmbedder
@@ -54,13 +55,12 @@ class Embedding:
         self,
         served: ServedEmbedder,
         generating: Callable[[], Sequence[str]],
-        memory: RequestMemory,
+        body_reader: BodyReader,
         limits: Limits,
         metrics: ServerMetrics,
     ) -> None:
         self._served, self._generating = served, generating
-        self._memory, self._limits, self._metrics = memory, limits, metrics
-        self._body_reader = BodyReader(limits)
+        self._body_reader, self._limits, self._metrics = body_reader, limits, metrics
         self._computing = ThreadPoolExecutor(1, "stowage-embed")
         self._open = 0
 
@@ -68,20 +68,16 @@ class Embedding:
         context: RequestContext = scope[CONTEXT]
         if self._open > self._limits.max_queued_requests:
             raise busy(f"{self._open} requests for embeddings wait; try again later.", 1)
-        reservation, left = Reservation(self._memory, context.client), threading.Event()
+        left = threading.Event()
         self._open += 1
         try:
-            async with asyncio.timeout(self._limits.request_timeout_s):
+            async with self._body_reader.reserved(context.client) as reservation:
                 body = await self._body_reader.read(Request(scope, receive), reservation)
-                reservation.take(bytes_to_read(body))
                 answer = await while_connected(receive, self._run(lambda: self._answer(body, reservation, left)))
                 await send_json(send, 200, answer)
-        except TimeoutError as error:
-            raise took_too_long(self._limits) from error
         finally:
             left.set()
             self._open -= 1
-            reservation.close()
 
     async def _run(self, work: Callable[[], bytes]) -> bytes:
         return await asyncio.get_running_loop().run_in_executor(self._computing, work)
@@ -111,7 +107,7 @@ class Embedding:
         fields = Fields(parse_object(body))
         model = fields.needed_text("model")
         if model in self._generating():
-            raise generates(model)
+            raise _generates(model)
         if model != self._served.name:
             what = (
                 f"The model {model[:200]!r} does not exist here. This server makes vectors with {self._served.name!r}."
@@ -125,6 +121,20 @@ class Embedding:
         fields.without_effect("user")
         fields.finish()
         return _Asked(texts, dimension, form == "base64")
+
+
+def refuse(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> dict[str, Any]:
+    """The route of a server that has no embedding model. Raises ApiError."""
+    raise _generates(reader.model(Fields(parse_object(body))))
+
+
+def _generates(model: str) -> ApiError:
+    """The error for embeddings of a model that generates text."""
+    what = (
+        f"The model {model[:200]!r} generates text and has no embeddings. Start the server with --embedding-model DIR: "
+        "a checkpoint of sentence-transformers, which has a modules.json."
+    )
+    return bad(what, "model", "unsupported_model")
 
 
 def _texts(given: object) -> tuple[str | list[int], ...]:

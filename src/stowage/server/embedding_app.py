@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from stowage import __version__
 from stowage.server.api_errors import bad, no_model
 from stowage.server.auth import ApiKeys
+from stowage.server.body_reader import BodyReader
 from stowage.server.embedding import EMBEDDINGS, Embedding, described
 from stowage.server.limits import Limits
 from stowage.server.memory import RequestMemory
@@ -33,8 +34,7 @@ def build(
     host: str | None,
 ) -> ASGIApp:
     """The application; `host` as in `app.build`."""
-    memory, created = RequestMemory(limits.request_bytes_max), int(time.time())
-    entry = described(served, created)
+    entry = described(served, int(time.time()))
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -59,7 +59,8 @@ def build(
         raise bad(what, "model", "unsupported_model")
 
     plain = {"/health": health, "/version": version, "/metrics": scrape, "/v1/models": models, _MODEL: model}
-    making = Embedding(served, lambda: (), memory, limits, metrics)
+    body_reader = BodyReader(limits, RequestMemory(limits.request_bytes_max))
+    making = Embedding(served, lambda: (), body_reader, limits, metrics)
     routes = [Route(path, found) for path, found in plain.items()]
     routes += [Route(path, generate, methods=["POST"]) for path in GENERATION]
     routes.append(Route(EMBEDDINGS, making, methods=["POST"]))
