@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stowage.engine.request import Completion
 
-_WIDTH_PIPED = 160
+WIDTH_PIPED = 160
 _KEPT_CONTROLS = {"\n", "\t"}
 
 
@@ -58,7 +58,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     table = Table(*columns, title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         table.add_row(*map(escape, row))
-    Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED).print(table)
+    Console(width=None if sys.stdout.isatty() else WIDTH_PIPED).print(table)
 
 
 @contextmanager

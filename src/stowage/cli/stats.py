@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from stowage.storage.disk.directory import Directory, SegmentFile
     from stowage.storage.format.segment import SegmentName
 
-_LOCK_TIMEOUT_S = 2.0
 _STATES = ("sealed", "open", "torn", "empty", "unusable")
 
 
@@ -121,9 +120,10 @@ def _read(directory: "Directory") -> Quota:
 
 def _is_torn(directory: "Directory", file: "SegmentFile", name: "SegmentName") -> bool:
     """Whether nobody writes this segment any more although it was not finished."""
+    from stowage.storage.disk.allocator import LOCK_TIMEOUT_S
     from stowage.storage.disk.recovery import is_sealed
 
-    with directory.locked(_LOCK_TIMEOUT_S) as held:  # so that nobody is disturbed while making a segment
+    with directory.locked(LOCK_TIMEOUT_S) as held:  # so that nobody is disturbed while making a segment
         return held and file.lock() and not is_sealed(file, name)
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import typer
 
 from stowage.cli.options import Json, with_settings
-from stowage.cli.output import print_json
+from stowage.cli.output import WIDTH_PIPED, print_json
 from stowage.config.settings import Settings
 from stowage.errors import ConfigError, StowageError
 
@@ -24,7 +24,6 @@ _TIMEOUT_S = 10.0
 _ANSWER_BYTES_MAX = 64 << 20
 _INTERVAL_S_LEAST = 0.1
 _BACKOFF_S_MOST = 15.0
-_WIDTH_PIPED = 160
 _EXAMPLE = "http://127.0.0.1:8000"
 
 
@@ -115,7 +114,7 @@ class Server:
 def _print_once(server: Server, state: dict[str, Any]) -> None:
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_PIPED, highlight=False)
     console.print(server.frame(state, None, width=console.width, plain=_plain(console.encoding)))
 
 

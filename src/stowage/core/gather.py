@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import array
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stowage.native import extension as _native
@@ -46,10 +46,17 @@ def rows(lists: list[list[Any]], begins: list[int], width: int, name: str, witho
     found = _native.rows(lists, begins, width, name, without) if _IN_C else None
     if found is not None:
         return found
+    places = zip(lists, begins, strict=True)
+    return joined((attributes(items, begin, begin + width, name) for items, begin in places), width, without)
+
+
+def joined(lists: Iterable[list[int]], width: int, without: int) -> tuple[list[int], list[int]]:
+    """The numbers of all lists of ``width``, one after the other. Lists of fewer, or in which one is ``without``, are
+    left out; the second result is their indices.
+    """
     numbers: list[int] = []
     missing = []
-    for index, (items, begin) in enumerate(zip(lists, begins, strict=True)):
-        row = attributes(items, begin, begin + width, name)
+    for index, row in enumerate(lists):
         if len(row) == width and without not in row:
             numbers += row
         else:

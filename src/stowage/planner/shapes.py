@@ -233,11 +233,9 @@ class Model:
         return sum(one.prompt_operations(tokens) for one in self.attention)
 
 
-def seen_pairs(tokens: int, window: int, before: int = 0) -> int:
-    """Pairs of query and key in causal attention of ``tokens`` tokens after ``before`` others, of at most ``window``
-    keys for each query (0: all).
+def seen_pairs(tokens: int, window: int) -> int:
+    """Pairs of query and key in causal attention of ``tokens`` tokens, of at most ``window`` keys for each query (0:
+    all).
     """
-    if not window:
-        return comb(tokens + 1, 2) + tokens * before
-    growing = max(0, min(tokens, window - before))
-    return comb(growing + 1, 2) + growing * min(before, window) + (tokens - growing) * window
+    growing = min(tokens, window or tokens)
+    return comb(growing + 1, 2) + (tokens - growing) * window

@@ -101,23 +101,15 @@ class CudaDriver:
     """The CUDA driver and runtime."""
 
     def attribute(self, number: int, device: int) -> int:
-        try:
-            library = ctypes.CDLL("libcuda.so.1")
-        except OSError:
+        library, value = _driver(), ctypes.c_int(0)
+        if library is None or library.cuInit(0):
             return 0
-        value = ctypes.c_int(0)
-        if library.cuInit(0) or library.cuDeviceGetAttribute(ctypes.byref(value), number, device):
-            return 0
-        return value.value
+        return 0 if library.cuDeviceGetAttribute(ctypes.byref(value), number, device) else value.value
 
     def device_address(self, address: int) -> int:
         """The device's address of pinned memory at ``address``, 0 where the device does not map it."""
-        try:
-            library = ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            return 0
-        there = ctypes.c_uint64(0)
-        if library.cuMemHostGetDevicePointer_v2(ctypes.byref(there), ctypes.c_void_p(address), 0):
+        library, there = _driver(), ctypes.c_uint64(0)
+        if library is None or library.cuMemHostGetDevicePointer_v2(ctypes.byref(there), ctypes.c_void_p(address), 0):
             return 0
         return there.value
 
@@ -126,6 +118,14 @@ class CudaDriver:
 
     def unregister(self, address: int) -> int:
         return int(_runtime().cudaHostUnregister(address))
+
+
+def _driver() -> Any:
+    """The CUDA driver's library; ``None`` where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def _runtime() -> Any:

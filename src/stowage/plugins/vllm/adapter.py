@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from stowage.core.gather import attributes, rows
+from stowage.core.gather import attributes, joined, rows
 from stowage.core.geometry import NULL_BLOCK, IntArray, Kind
 from stowage.errors import ConfigError, UnsupportedModelError
 
@@ -271,15 +271,8 @@ class StepBlocks:
         if self._tables:
             table = self._tables[group]
             return rows([table.get(request) or [] for request in requests], begins, width, "block_id", NULL)
-        numbers: list[int] = []
-        missing = []
-        for index, (request, begin) in enumerate(zip(requests, begins, strict=True)):
-            row = self.numbers(request, group)[begin : begin + width]
-            if len(row) == width and NULL not in row:
-                numbers += row
-            else:
-                missing.append(index)
-        return numbers, missing
+        places = zip(requests, begins, strict=True)
+        return joined((self.numbers(name, group)[begin : begin + width] for name, begin in places), width, NULL)
 
 
 def table_of(blocks: Iterable[int]) -> IntArray:
