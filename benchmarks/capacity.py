@@ -39,7 +39,7 @@ import numpy as np
 
 from benchmarks._peer import PYTHON
 from benchmarks._report import RESULTS, write_result
-from stowage.core.geometry import PAGE_BYTES, Geometry, Group, Kind, round_up, split_arena
+from stowage.core.geometry import Geometry, Group, Kind, round_up, split_arena
 from stowage.core.groups import strategy
 from stowage.core.resume_points import tail_of
 from stowage.core.retention import Learner
@@ -185,7 +185,7 @@ def ours(
 def vllms(model: Model, length: int, interval: int | None, host: int = GIB) -> SwappedBlocks:
     """``interval``: ``--prefix-cache-retention-interval``, ``None``: without one, everything is kept."""
     block, groups = model.block_tokens, model.groups()
-    chunk_bytes = round_up(max(layers for _, layers in groups) * block * model.token_bytes, PAGE_BYTES)
+    chunk_bytes = round_up(max(layers for _, layers in groups) * block * model.token_bytes)
     tails = tail_blocks(model, length, interval)
     chunks = sum(length // block if kind is Kind.FULL else len(tails) for kind, _ in groups)
     behind = _behind(model)

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks._report import write_result
 from benchmarks.capacity import GIB, MODELS, STEP_TOKENS, Model, cache_groups, vllms
-from stowage.core.geometry import PAGE_BYTES, Geometry, Group, IntArray, Kind, round_up, split_arena
+from stowage.core.geometry import Geometry, Group, IntArray, Kind, round_up, split_arena
 from stowage.core.groups import strategy
 from stowage.core.key import SequenceKeys
 from stowage.core.resume_points import tail_of
@@ -58,10 +58,7 @@ class Host:
         groups = cache_groups(model, per_chunk)
         if self.theirs:
             widest = max(layers for _, layers in model.groups()) * model.block_tokens * model.token_bytes
-            groups = [
-                Group(one.index, one.kind, one.block_tokens, 1, round_up(widest, PAGE_BYTES), one.window)
-                for one in groups
-            ]
+            groups = [Group(one.index, one.kind, one.block_tokens, 1, round_up(widest), one.window) for one in groups]
         spacing = round_up(state_spacing(options, STEP_TOKENS), model.block_tokens) if model.recurrent else 1
         common = self.theirs or model.recurrent > 0 or not resume_points(options, groups).everywhere
         self.slabs = split_arena(Geometry(tuple(groups)), nbytes, spacing, common=common)

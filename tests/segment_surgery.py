@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.storage.format import segment
 from stowage.storage.format.envelope import HEADER_BYTES, pack_fields
 from stowage.storage.format.protection import NO_MARK, Protection
@@ -42,7 +42,7 @@ class Surgery:
         }  # where a payload begins -> its envelope's page and number there
         for offset, length in zip(self.offsets, self.lengths, strict=True):
             page, number = self._in_batch[offset]
-            self._in_batch.setdefault(offset + segment.round_up(length), (page, number + 1))
+            self._in_batch.setdefault(offset + round_up(length), (page, number + 1))
 
     def _find_batches(self) -> list[int]:
         found, at = [], PAGE_BYTES

@@ -33,7 +33,7 @@ else:
     from stowage.storage.disk import recovery
     from stowage.storage.format import envelope, segment
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.errors import FormatError
 from stowage.storage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, ENTRY_BYTES, SegmentName
 from tests.segment_surgery import header_of
@@ -151,7 +151,7 @@ def _assert_within(entries: Any, end: int) -> None:
         records.offsets.tolist(), records.lengths.tolist(), records.masks.tolist(), strict=True
     ):
         assert mask and length > 0 and offset >= 2 * PAGE_BYTES and not offset % PAGE_BYTES
-        assert segment.round_up(offset + length) <= end
+        assert round_up(offset + length) <= end
 
 
 def _patched_file(data: bytes) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stowage.cache.policy import POLICIES
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.simulator.disk_segments import Segments
 from stowage.simulator.pricing import Prices
 from stowage.simulator.replay import Report, parts_of, replay, route
@@ -27,7 +27,7 @@ from stowage.storage.disk.compaction import REWRITE_SHARE
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX
 from stowage.storage.disk.tier import least_limit_bytes
 from stowage.storage.disk.writer import BATCH_BYTES_MAX
-from stowage.storage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, footer_room, round_up
+from stowage.storage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, footer_room
 from tests import traces
 from tests.depth import mostly_rare
 from tests.disk_client import Client, aligned, used_bytes

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stowage.core.geometry import round_up
 from stowage.storage.disk.index import Found
 from stowage.storage.disk.read_plan import GAP_BYTES_MAX, RUN_BYTES_MAX, RUN_BYTES_MIN, Plan, Run, make_plan
 from stowage.storage.disk.write_queue import WriteQueue
 from stowage.storage.format.protection import NO_MARK, Protection
-from stowage.storage.format.segment import SegmentName, round_up
+from stowage.storage.format.segment import SegmentName
 from stowage.storage.protocol import Transfer
 
 KIB = 1 << 10

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stowage.core import lossless
+from stowage.core.geometry import ALIGNMENT_BYTES
 from stowage.errors import ConfigError
-from stowage.storage.circular_log import ALIGNED, CircularLog, Piece
+from stowage.storage.circular_log import CircularLog, Piece
 from stowage.storage.packed_memory import PackedMemoryTier
 from stowage.storage.protocol import Outcome, Transfer
 from tests.disk_client import NEVER_S, aligned, key
@@ -174,7 +175,7 @@ def test_a_log_never_gives_the_same_byte_twice(asked: list[tuple[int, int]]) -> 
         while (start := log.space(wanted)) is None:
             assert log.oldest is held.pop(0)
             log.drop_oldest()
-        assert start % ALIGNED == 0 and start + wanted <= 1000
+        assert start % ALIGNMENT_BYTES == 0 and start + wanted <= 1000
         assert all(other.end <= start or start + wanted <= other.start for other in held)
         if nbytes := min(used, wanted):  # else what was to lie there came to nothing
             held.append(Piece(start, start + nbytes))

@@ -8,13 +8,13 @@ import weakref
 import pytest
 import torch
 
-from stowage.weights.parameter_location import ALIGNED_BYTES
+from stowage.core.geometry import ALIGNMENT_BYTES
 from stowage.weights.resident import ResidentMemory
 
 
 def of_phase(values: torch.Tensor, phase: int) -> torch.Tensor:
-    raw = torch.empty(values.nbytes + 2 * ALIGNED_BYTES, dtype=torch.uint8)
-    begin = (phase - raw.data_ptr()) % ALIGNED_BYTES
+    raw = torch.empty(values.nbytes + 2 * ALIGNMENT_BYTES, dtype=torch.uint8)
+    begin = (phase - raw.data_ptr()) % ALIGNMENT_BYTES
     return raw[begin : begin + values.nbytes].view(values.dtype).view(values.shape).copy_(values)
 
 
@@ -28,7 +28,7 @@ def test_copies_have_their_values_and_their_phase(dtype: torch.dtype, phase: int
     for values, copy in kept:  # none lies on another
         assert copy.shape == values.shape and copy.dtype is values.dtype and copy.is_contiguous()
         assert torch.equal(copy.view(torch.uint8), values.view(torch.uint8))
-        assert not copy.numel() or copy.data_ptr() % ALIGNED_BYTES == phase
+        assert not copy.numel() or copy.data_ptr() % ALIGNMENT_BYTES == phase
         assert copy.untyped_storage().nbytes() == values.nbytes, "a tensor of its own, to whoever saves it"
 
 

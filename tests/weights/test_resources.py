@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stowage
 from stowage.testing import tiny_models
-from stowage.weights.repacked import usual_place
+from stowage.weights.scratch_file import scratch_directory
 from tests.depth import mostly_rare
 from tests.weights.conftest import bytes_of, logits, prompt
 
@@ -144,7 +144,7 @@ def test_a_budget_for_the_device_is_all_that_is_needed(
 def test_an_image_that_nobody_placed_is_not_in_memory(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text("none / ext4 rw 0 0\nnone /var/tmp tmpfs rw 0 0\nnone /tmp tmpfs rw 0 0\n")
-    assert usual_place(mounts) is None
+    assert scratch_directory(mounts) is None
     mounts.write_text("none / tmpfs rw 0 0\nnone /var ext4 rw 0 0\n")
-    place = usual_place(mounts)
+    place = scratch_directory(mounts)
     assert place is not None and place[0] == Path("/var/tmp") and place[1] > 0

@@ -17,7 +17,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ NULL_BLOCK: Final = -1
 
 PAGE_BYTES: Final = 4096
 """Alignment of slots, files and direct reads."""
+ALIGNMENT_BYTES: Final = 64
+"""Alignment of tensors in memory and in files: a line of the processor's cache, as long as its widest vectors."""
 BLOCKS_PER_CHUNK_MAX: Final = 64
 GROUPS_MAX: Final = 1 << 16
 _COMMON_PERCENT: Final = 80
@@ -37,6 +39,7 @@ _COMMON_PERCENT: Final = 80
 IntArray = npt.NDArray[np.int64]
 MaskArray = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
+Length = TypeVar("Length", int, IntArray)
 
 
 class Kind(enum.StrEnum):
@@ -160,9 +163,9 @@ class SlabClass:
         return self.offset_bytes + (slot - self.first_slot) * self.slot_bytes
 
 
-def round_up(value: int, alignment: int) -> int:
-    """The least multiple of `alignment` that is not below `value`."""
-    return -(-value // alignment) * alignment
+def round_up(length: Length, unit: int = PAGE_BYTES) -> Length:
+    """The length, or each of them, in whole units: the least multiple that is not below it."""
+    return -(-length // unit) * unit
 
 
 def split_arena(
@@ -179,7 +182,7 @@ def split_arena(
     host = _checked_host_bytes(host_bytes)
     if snapshot_tokens < 1:
         raise ConfigError(f"snapshot_tokens is {snapshot_tokens}; it must be at least 1")
-    sizes = {group.index: round_up(group.bytes_per_chunk, PAGE_BYTES) for group in geometry.groups}
+    sizes = {group.index: round_up(group.bytes_per_chunk) for group in geometry.groups}
     rounded = _common_sizes(set(sizes.values())) if common else {}
     classes: dict[int, list[Group]] = {}
     for group in geometry.groups:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.core import lossless_blocks
+from stowage.core.geometry import round_up
 from stowage.errors import FormatError
 from stowage.native import extension as _native
 from stowage.native import is_wanted
@@ -71,7 +72,7 @@ def pack_frames(payloads: list[memoryview], most: Sequence[int], step: int, room
     at = 0
     for number, (payload, some) in enumerate(zip(payloads, most, strict=True)):
         packed = pack(payload, room[at : at + some]) if some else 0
-        whole = -(-packed // step) * step
+        whole = round_up(packed, step)
         room[at + packed : at + whole] = bytes(whole - packed)
         lengths[number] = whole
         at += whole

@@ -30,13 +30,13 @@ def weights_budget(memory: Memory, carrier: Carrier | None, config: Any, adapter
     from stowage.weights.loading import Budget
 
     rules = parse_rules(memory.weights)
-    image = (memory.disk_directory, memory.disk_bytes) if memory.disk_directory is not None else None
+    scratch = (memory.disk_directory, memory.disk_bytes) if memory.disk_directory is not None else None
     if not memory.device_memory_bytes:
-        return Budget(None, memory.host_memory_bytes, image, rules, carrier, memory.host_memory_bytes // 2)
+        return Budget(None, memory.host_memory_bytes, scratch, rules, carrier, memory.host_memory_bytes // 2)
     steps = activation_bytes(memory, config)
     device_bytes = max(0, memory.device_memory_bytes - memory.kv_cache_memory_bytes - steps)
     more = partial(_more, memory, steps, adapters_bytes)
-    return Budget(device_bytes, memory.host_memory_bytes // 2, image, rules, carrier, more=more)
+    return Budget(device_bytes, memory.host_memory_bytes // 2, scratch, rules, carrier, more=more)
 
 
 def _more(memory: Memory, steps: int, adapters: int, weights: int) -> str:

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stowage.core.geometry import NULL_BLOCK, Kind
+from stowage.core.geometry import ALIGNMENT_BYTES, NULL_BLOCK, Kind
 from stowage.errors import BudgetError
-from stowage.models.layout import TENSOR_ALIGNMENT_BYTES, BlockLayout
+from stowage.models.layout import BlockLayout
 from stowage.native.memory import pages
 
 PLANNED_CONTEXT_TOKENS = 8192
@@ -81,11 +81,11 @@ class BlockPool:
 
     def map_host_arena(self, arena: torch.Tensor) -> None:
         """Let blocks that lie in ``arena``, all bytes of host memory, be read where they are: afterwards ``offloaded``
-        has for each layer what ``views`` has, of the blocks that begin at every multiple of ``TENSOR_ALIGNMENT_BYTES``.
+        has for each layer what ``views`` has, of the blocks that begin at every multiple of ``ALIGNMENT_BYTES``.
         """
-        rows = (arena.numel() - self.group.bytes_per_block) // TENSOR_ALIGNMENT_BYTES + 1
+        rows = (arena.numel() - self.group.bytes_per_block) // ALIGNMENT_BYTES + 1
         for layer in self.layout.layers:
-            self.offloaded[layer.index] = self._views_of(arena, layer.index, rows, TENSOR_ALIGNMENT_BYTES)
+            self.offloaded[layer.index] = self._views_of(arena, layer.index, rows, ALIGNMENT_BYTES)
             self.offloaded.update(dict.fromkeys(layer.readers, self.offloaded[layer.index]))
 
     @property

@@ -18,7 +18,7 @@ OFFLOADED = -2
 
 class BlockTable:
     """Grows in place. ``blocks``: device block ids. ``offloaded``: offsets in host memory of blocks that the device
-    does not have, in units of ``TENSOR_ALIGNMENT_BYTES``. ``NULL_BLOCK`` stands in either where there is none.
+    does not have, in units of ``ALIGNMENT_BYTES``. ``NULL_BLOCK`` stands in either where there is none.
     """
 
     __slots__ = ("_blocks", "_length", "_offloaded", "has_offloaded")

@@ -13,7 +13,7 @@ from typing import Any
 
 from stowage.errors import CheckpointError
 from stowage.models.multimodal import TextPart, text_part
-from stowage.models.published.beside import stated_beside
+from stowage.models.published.hf_quant_config import hf_quant_config
 
 logger = logging.getLogger("stowage.models")
 _REASON_CHARACTERS = 200
@@ -39,7 +39,7 @@ def config_of(file: Path) -> Any:
             if "float8" in str(getattr(part, "dtype", "")):  # of the codes: nothing is run in it
                 part.dtype = None
         if all(getattr(part, "quantization_config", None) is None for part in parts):
-            stated = stated_beside(file.parent)
+            stated = hf_quant_config(file.parent)
             if stated is not None:
                 found.quantization_config = stated
         return found

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from stowage.core.geometry import Group, Kind
+from stowage.core.geometry import ALIGNMENT_BYTES, Group, Kind, round_up
 from stowage.errors import UnsupportedModelError
 from stowage.models.families import DECODERS, NO_TEXT_MODELS, OUTER, PROVED, REFUSED
 
-TENSOR_ALIGNMENT_BYTES = 64
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _CONTEXT_UNKNOWN_TOKENS = 1 << 20
 """Of a model whose config states none: nothing in it depends on the position."""
@@ -235,7 +234,7 @@ def lay_out(index: int, members: list[Layer], block_tokens: int, per_chunk: int)
         for tensor in layer.tensors:
             starts.append(end)
             rows = tokens // tensor.every
-            end += -(-tensor.nbytes * rows // TENSOR_ALIGNMENT_BYTES) * TENSOR_ALIGNMENT_BYTES
+            end += round_up(tensor.nbytes * rows, ALIGNMENT_BYTES)
         offsets[layer.index] = tuple(starts)
     group = Group(
         index=index,

@@ -158,7 +158,7 @@ def _of_published(
     directory: Path, files: Sequence[Path], part: TextPart, dtype: str, options: Mapping[str, Any], *, on_cpu: bool
 ) -> _Found | None:
     """A checkpoint that others quantised, as it lies; ``None`` where there is none, or where only Transformers can make
-    numbers of it, which take memory, or an image.
+    numbers of it, which take memory, or a scratch file.
     """
     import torch
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.errors import CheckpointError, ConfigError, ModelError
-from stowage.models.published.beside import stated_beside
+from stowage.models.published.hf_quant_config import hf_quant_config
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "float8_e4m3fn": 1}
 """Bytes of one element, by name of the type."""
@@ -79,7 +79,7 @@ def read_config(path: Path) -> Fields:
     nested = entries.get("text_config") or entries.get("llm_config")
     parts = (entries, nested) if isinstance(nested, Mapping) else (entries,)
     if all(part.get("quantization_config") is None for part in parts):
-        entries["quantization_config"] = stated_beside(path.parent)
+        entries["quantization_config"] = hf_quant_config(path.parent)
     if not isinstance(nested, Mapping):
         return Fields(entries)
     around = {k: entries[k] for k in ("dtype", "torch_dtype", "quantization_config") if entries.get(k) is not None}

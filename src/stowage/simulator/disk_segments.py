@@ -21,14 +21,14 @@ from typing import Final
 
 import numpy as np
 
-from stowage.core.geometry import PAGE_BYTES, MaskArray
+from stowage.core.geometry import PAGE_BYTES, MaskArray, round_up
 from stowage.core.table import EXTENT, make_rows
 from stowage.storage.disk.allocator import metadata_bytes, segment_bytes_for
 from stowage.storage.disk.compaction import REWRITE_SHARE
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX
 from stowage.storage.disk.tier import OWN_BYTES, SEGMENT_BYTES, SEGMENT_BYTES_SMALL, SEGMENTS
 from stowage.storage.disk.writer import BATCH_BYTES_MAX
-from stowage.storage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, footer_room, round_up
+from stowage.storage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, footer_room
 
 _DIRECTORY_BYTES: Final = 4096
 _POSITION_BYTES: Final = 8

@@ -11,7 +11,7 @@ from typing import Final
 
 from stowage.cache.policy import POLICIES, POLICY_DEFAULT
 from stowage.config.wording import shown_value
-from stowage.core.geometry import PAGE_BYTES, Geometry, Group, Kind, SlabClass, round_up, split_arena
+from stowage.core.geometry import Geometry, Group, Kind, SlabClass, round_up, split_arena
 from stowage.errors import BudgetError, ConfigError
 from stowage.storage.disk.tier import least_limit_bytes
 
@@ -126,13 +126,13 @@ class Scenario:
     @property
     def stored_bytes(self) -> int:
         """Bytes of one block in a tier below host memory: whole pages where it is packed."""
-        packed = round_up(math.ceil(self.chunk_bytes * self.packed_share), PAGE_BYTES)
+        packed = round_up(math.ceil(self.chunk_bytes * self.packed_share))
         return min(self.chunk_bytes, packed)
 
     @property
     def slot_bytes(self) -> int:
         """Host memory that one block takes."""
-        return round_up(self.chunk_bytes, PAGE_BYTES)
+        return round_up(self.chunk_bytes)
 
     @property
     def slabs(self) -> tuple[SlabClass, ...]:

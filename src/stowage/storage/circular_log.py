@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
-ALIGNED: Final = 64
-"""Pieces begin on a line of the processor's cache."""
+from stowage.core.geometry import ALIGNMENT_BYTES, round_up
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +44,7 @@ class CircularLog(Generic[P]):
         assert 0 < nbytes <= self.bytes, "longer than the log"
         if not self._pieces:
             return 0
-        head, tail = -(-self._pieces[-1].end // ALIGNED) * ALIGNED, self._pieces[0].start
+        head, tail = round_up(self._pieces[-1].end, ALIGNMENT_BYTES), self._pieces[0].start
         if self._pieces[-1].start < tail:  # it has begun from the beginning again
             return head if nbytes <= tail - head else None
         if nbytes <= self.bytes - head:

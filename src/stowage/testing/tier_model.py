@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 
 GUARD: Final = 0xC7
 UNWRITTEN: Final = 0xB1
@@ -183,7 +183,7 @@ class Lent:
         at = PAGE_BYTES + (SHIFT_BYTES if shifted else 0)
         for length in lengths:
             self._spans.append(slice(at, at + length))
-            at += -(-(length + SHIFT_BYTES) // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
+            at += round_up(length + SHIFT_BYTES) + PAGE_BYTES
         raw = np.full(at + PAGE_BYTES, GUARD, np.uint8)
         start = -raw.ctypes.data % PAGE_BYTES
         self._memory: NDArray[np.uint8] = raw[start : start + at]

@@ -27,8 +27,8 @@ from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.placement import Placement
 from stowage.weights.quantized.stacks import computes_one_by_one
 from stowage.weights.reader import Read, Readers
-from stowage.weights.repacked import Image
 from stowage.weights.ring import Ring
+from stowage.weights.scratch_file import ScratchFile
 from stowage.weights.weight_unit import Delivery
 
 _Hooks = tuple[Callable[[Any, Any], Any], Callable[[], None]]
@@ -43,14 +43,14 @@ class Deliveries:
         placement: Placement,
         loads: Sequence[Load],
         checkpoint: Checkpoint,
-        image: Image | None,
+        scratch: ScratchFile | None,
         carrier: Carrier | None,
         host_buffers: HostBuffers | None,
     ) -> None:
         self.placement = placement
         self.device = carrier.device if carrier is not None else HOST
         self._model = model
-        self._checkpoint, self._image = checkpoint, image
+        self._checkpoint, self._scratch = checkpoint, scratch
         self._handles: list[Any] = []
         self._readers = Readers()
         self._passes = ForwardPasses(self, self._unfrozen)
@@ -133,8 +133,8 @@ class Deliveries:
             self._experts.close(ended)
         self._host_buffers.close()
         self._checkpoint.close()
-        if self._image is not None:
-            self._image.close()
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _unfrozen(self) -> bool:
         """Whether any parameter of the model requires gradients."""

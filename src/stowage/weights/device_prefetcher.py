@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stowage.core.geometry import round_up
 from stowage.errors import TransferError
 from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.prefetcher import Prefetcher
@@ -271,7 +272,7 @@ class DevicePrefetcher(Prefetcher[PrefetchTicket | None, list[Tensor]]):
 
 def nbytes_of(locations: Sequence[ParameterLocation]) -> int:
     """Bytes of a buffer for these parameters."""
-    return sum(-(-location.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for location in locations)
+    return sum(round_up(location.nbytes, _ALIGNED_BYTES) for location in locations)
 
 
 def views(locations: Sequence[ParameterLocation], buffer: Tensor) -> list[Tensor]:
@@ -279,5 +280,5 @@ def views(locations: Sequence[ParameterLocation], buffer: Tensor) -> list[Tensor
     found, begin = [], 0
     for location in locations:
         found.append(buffer[begin : begin + location.nbytes].view(location.dtype).view(location.shape))
-        begin += -(-location.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        begin += round_up(location.nbytes, _ALIGNED_BYTES)
     return found

@@ -25,7 +25,7 @@ _MINCORE: Final[Any] = getattr(ctypes.CDLL(None, use_errno=True), "mincore", Non
 
 
 class File:
-    """An open file of weights. ``direct``: a second descriptor, for direct I/O; -1 where the file system has none."""
+    """An open file of weights. ``direct``: see ``open_direct``."""
 
     __slots__ = ("_mark", "_pages", "_view", "direct", "fd", "path")
 
@@ -42,12 +42,12 @@ class File:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}.") from error
-        direct = -1
-        with contextlib.suppress(OSError):
-            direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+        direct = open_direct(fd)
+        if direct >= 0:
             # Nothing is read ahead: a copy from the page cache would bring in what follows, a little more each time,
             # until all of the file lies there that is read directly beside it.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return cls(path, fd, direct)
 
     @property
@@ -139,6 +139,14 @@ class File:
 
     def __del__(self) -> None:
         self.close()
+
+
+def open_direct(fd: int) -> int:
+    """A second descriptor of a file, for direct I/O; -1 where the file system has none."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        return -1
 
 
 def mark_of(fd: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from stowage.core.geometry import round_up
 from stowage.errors import CheckpointError
 
 MAGIC: Final = b"GGUF"
@@ -219,7 +220,7 @@ class _Reader:
         if not isinstance(alignment, int) or not 1 <= alignment <= _ALIGNMENT_MAX or alignment & (alignment - 1):
             raise ValueError(f"an alignment of {alignment!r}")
         said = [self._description() for _ in range(count)]
-        begin = -(-self._at // alignment) * alignment
+        begin = round_up(self._at, alignment)
         tensors, names = list[GgufTensor](), set[str]()
         for name, kind, shape, offset in said:
             if name in names:

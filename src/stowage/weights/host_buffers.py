@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 
 PIECE_BYTES: Final = 1 << 30
 """Of addresses that are asked for at a time: so that few calls pin it all."""
@@ -43,7 +43,7 @@ class HostBuffers:
     def keep(self, values: Tensor) -> Tensor:
         """The same values, contiguous, in memory that is theirs for good."""
         nbytes = values.numel() * values.element_size()
-        taken = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        taken = round_up(nbytes)
         if not self._pieces or self._used[-1] + taken > self._pieces[-1].nbytes:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
             memory = mmap.mmap(-1, max(taken, self._piece_bytes), flags=flags)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import ALIGNMENT_BYTES, PAGE_BYTES
 from stowage.errors import UnsupportedModelError
 from stowage.weights.building import Building
 from stowage.weights.checkpoint import Checkpoint, Segment, Span, read_segments
@@ -22,13 +22,13 @@ from stowage.weights.grouping import Unit, arranged, divide, looks_up, renumbers
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.locate import Locator
 from stowage.weights.offloaded_parameter import nan_placeholder
-from stowage.weights.parameter_location import ALIGNED_BYTES, ParameterLocation, as_bytes, phase_of
+from stowage.weights.parameter_location import ParameterLocation, as_bytes, phase_of
 from stowage.weights.placement import Placement, Rule, more_for, place
 from stowage.weights.quantized.blocks import unpacking_bytes
 from stowage.weights.quantized.codes import form_of, workspace_bytes
 from stowage.weights.quantized.modules import packed_forms
-from stowage.weights.repacked import Image
 from stowage.weights.resident import ResidentMemory
+from stowage.weights.scratch_file import ScratchFile
 from stowage.weights.source import WeightSource
 from stowage.weights.tied import settle
 from stowage.weights.weight_unit import Delivery, WeightUnit
@@ -39,14 +39,14 @@ _MADE_BYTES_MOST = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The memory that weights may take. ``device_bytes`` of ``None``: no limit. ``image``: a directory and a limit in
-    bytes, for parameters whose final form no file of the checkpoint holds. ``rules``, ``held_bytes``, ``more``: see
+    """The memory that weights may take. ``device_bytes`` of ``None``: no limit. ``scratch``: a directory and a limit in
+    bytes, for a ``ScratchFile``. ``rules``, ``held_bytes``, ``more``: see
     ``placement.place``. ``carrier``: copies to a device with memory of its own; ``None`` on a CPU.
     """
 
     device_bytes: int | None = None
     host_bytes: int = 0
-    image: tuple[Path, int] | None = None
+    scratch: tuple[Path, int] | None = None
     rules: Sequence[Rule] = ()
     carrier: Carrier | None = None
     held_bytes: int | None = None
@@ -81,7 +81,7 @@ class _Loading(Building):
     def __init__(self, checkpoint: Checkpoint, budget: Budget, segments: Mapping[str, tuple[Segment, ...]]) -> None:
         super().__init__(checkpoint)
         self.budget, self.segments = budget, segments
-        self.image: Image | None = None
+        self.scratch: ScratchFile | None = None
         self.host_buffers = HostBuffers()
         self.resident = ResidentMemory(budget.device)
         self.held: set[str] = set()
@@ -140,7 +140,7 @@ class _Loading(Building):
             return nn.Parameter(values.to(self.budget.device), parameter.requires_grad)
         if stays:
             aligned = len(segments) == 1 and segments[0].offset % values.dtype.itemsize == 0
-            phase = segments[0].offset % ALIGNED_BYTES if aligned else 0
+            phase = segments[0].offset % ALIGNMENT_BYTES if aligned else 0
             location = ParameterLocation(tuple(values.shape), values.dtype, segments, phase=phase)
         else:
             location = self._location(path, values.contiguous(), delivery, read=bool(segments))
@@ -174,8 +174,8 @@ class _Loading(Building):
         if delivery is Delivery.MAPPED:
             return location
         if not location.segments or (delivery is Delivery.ROWS and len(location.segments) > 1):
-            self.image = self.image or _new_image(path, location.nbytes, self.budget)
-            return ParameterLocation(shape, dtype, (self.image.add(as_bytes(values)),))
+            self.scratch = self.scratch or _new_scratch(path, location.nbytes, self.budget)
+            return ParameterLocation(shape, dtype, (self.scratch.add(as_bytes(values)),))
         return location
 
     def finish(self, model: Any) -> WeightSource:
@@ -185,13 +185,13 @@ class _Loading(Building):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.budget.device))
         carrier = self.budget.carrier
-        return deliver(model, self.placement, self.locations, self.checkpoint, self.image, carrier, self.host_buffers)
+        return deliver(model, self.placement, self.locations, self.checkpoint, self.scratch, carrier, self.host_buffers)
 
     def abandon(self) -> None:
         self.host_buffers.close()
         self.checkpoint.close()
-        if self.image is not None:
-            self.image.close()
+        if self.scratch is not None:
+            self.scratch.close()
 
 
 def deliver(
@@ -199,7 +199,7 @@ def deliver(
     placement: Placement,
     locations: Mapping[int, ParameterLocation],
     checkpoint: Checkpoint,
-    image: Image | None,
+    scratch: ScratchFile | None,
     carrier: Carrier | None = None,
     host_buffers: HostBuffers | None = None,
 ) -> WeightSource:
@@ -220,7 +220,7 @@ def deliver(
                 raise UnsupportedModelError(
                     f"{name}.{own} is shared with a module that weights cannot be delivered to: keep it resident."
                 )
-    return WeightSource(model, placement, loads, checkpoint, image, carrier, host_buffers)
+    return WeightSource(model, placement, loads, checkpoint, scratch, carrier, host_buffers)
 
 
 def _tied_tables(model: Any, loads: Sequence[Load]) -> Iterator[Load]:
@@ -249,8 +249,8 @@ def _holders(unit: Unit) -> Iterator[tuple[nn.Module, str]]:
 
 
 def adopt(model: Any, budget: Budget) -> WeightSource:
-    """Place the weights of ``model``, which is in memory already: what does not fit is written to the budget's image,
-    and its memory is freed. Raises like `load`.
+    """Place the weights of ``model``, which is in memory already: what does not fit is written to the budget's scratch
+    file, and its memory is freed. Raises like `load`.
     """
     units = divide(model)
     placement = place_units(units, model, budget)
@@ -259,7 +259,7 @@ def adopt(model: Any, budget: Budget) -> WeightSource:
     moved = [(name, parameter, delivery) for name, parameter, delivery in moved if delivery is not Delivery.RESIDENT]
     for name, parameter, _ in moved:
         _refuse_wrapped(name, parameter.detach())
-    image: Image | None = None
+    scratch: ScratchFile | None = None
     locations: dict[int, ParameterLocation] = {}
     try:
         for name, parameter, delivery in moved:
@@ -271,26 +271,27 @@ def adopt(model: Any, budget: Budget) -> WeightSource:
                     tuple(values.shape), values.dtype, host=values, phase=phase_of(values)
                 )
             else:
-                if budget.image is None:
+                if budget.scratch is None:
                     raise UnsupportedModelError(
                         f"{name} ({values.nbytes} bytes) is in memory, and in no file in the form that it has there, "
                         f"so it cannot be read again. Give {_origin(model)} instead of the model, or disk=DIR:SIZE for "
                         "a copy of it, or host_memory=SIZE."
                     )
-                image = image or Image(*budget.image)
+                scratch = scratch or ScratchFile(*budget.scratch)
                 locations[id(parameter)] = ParameterLocation(
-                    tuple(values.shape), values.dtype, (image.add(as_bytes(values)),)
+                    tuple(values.shape), values.dtype, (scratch.add(as_bytes(values)),)
                 )
-        return deliver(model, placement, locations, Checkpoint([]), image)
+        return deliver(model, placement, locations, Checkpoint([]), scratch)
     except BaseException:
-        if image is not None:
-            image.close()
+        if scratch is not None:
+            scratch.close()
         raise
 
 
 def _made_in_float32(root: Any, checkpoint: Checkpoint, lie_there: Collection[str]) -> Iterator[str]:
     """Names of parameters that are float32 in a model of 16 bits but not in its files, such as routers, so that there
-    are no bytes to read later. Large ones go to the image. Casts those that Transformers would cast while it loads.
+    are no bytes to read later. Large ones go to the scratch file. Casts those that Transformers would cast while it
+    loads.
     """
     dtype = getattr(root, "dtype", None)
     if dtype not in (torch.float16, torch.bfloat16):
@@ -320,15 +321,15 @@ def _origin(model: Any) -> str:
     return f"the GGUF file that it was loaded from, {name or 'DIR'}{'/' if files or not name else ':'}FILE.gguf,"
 
 
-def _new_image(name: str, nbytes: int, budget: Budget) -> Image:
-    if budget.image is None:
+def _new_scratch(name: str, nbytes: int, budget: Budget) -> ScratchFile:
+    if budget.scratch is None:
         raise UnsupportedModelError(
             f"{name} ({nbytes} bytes) has another form in memory than in a checkpoint's files, most often another "
             "dtype, so "
             "it cannot be read from there: give disk=DIR:SIZE for its final form, keep the checkpoint's dtype "
             "(dtype=auto), or give the model more memory."
         )
-    return Image(*budget.image)
+    return ScratchFile(*budget.scratch)
 
 
 def _refuse_wrapped(name: str, values: Tensor) -> None:

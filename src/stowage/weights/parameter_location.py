@@ -17,12 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import ALIGNMENT_BYTES, PAGE_BYTES, round_up
 from stowage.weights.checkpoint import Segment
 from stowage.weights.file import File
 from stowage.weights.reader import Read
-
-ALIGNED_BYTES = 64
 
 
 def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
@@ -33,15 +31,15 @@ def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 def phase_of(tensor: Tensor) -> int:
     """The address modulo 64."""
-    return tensor.data_ptr() % ALIGNED_BYTES
+    return tensor.data_ptr() % ALIGNMENT_BYTES
 
 
 def copy_of(tensor: Tensor) -> Tensor:
     """A contiguous copy in memory of its own, at an address with the same phase."""
     values = tensor.detach().contiguous()
     phase = phase_of(values)
-    raw = torch.empty(values.numel() * values.element_size() + ALIGNED_BYTES, dtype=torch.uint8)
-    begin = (phase - raw.data_ptr()) % ALIGNED_BYTES
+    raw = torch.empty(values.numel() * values.element_size() + ALIGNMENT_BYTES, dtype=torch.uint8)
+    begin = (phase - raw.data_ptr()) % ALIGNMENT_BYTES
     if (raw.storage_offset() + begin) % values.element_size():
         return values.clone()
     copy = raw[begin : begin + values.numel() * values.element_size()].view(values.dtype).view(values.shape)
@@ -79,7 +77,7 @@ class ParameterLocation:
     def in_page(self) -> int:
         """Where in a page it should begin: as in its file, so that direct reads land there, or as its phase says."""
         offset = self.segments[0].offset if self.mappable else self.phase
-        return offset % PAGE_BYTES if offset % ALIGNED_BYTES == self.phase else self.phase
+        return offset % PAGE_BYTES if offset % ALIGNMENT_BYTES == self.phase else self.phase
 
     def reads(self, begin: int, into: memoryview) -> list[Read]:
         """What fills ``into`` with its bytes from ``begin`` on."""
@@ -144,7 +142,7 @@ def layout(locations: Sequence[ParameterLocation]) -> SlotLayout:
     for at in single:
         segment = locations[at].segments[0]
         begin = segment.offset // PAGE_BYTES * PAGE_BYTES
-        last = -(-(segment.offset + segment.length) // PAGE_BYTES) * PAGE_BYTES
+        last = round_up(segment.offset + segment.length)
         before = pieces[-1] if pieces else None
         if before is not None and before.source is segment.file and begin <= before.offset + before.length:
             offset = before.at + segment.offset - before.offset
@@ -166,5 +164,5 @@ def layout(locations: Sequence[ParameterLocation]) -> SlotLayout:
         for segment in location.segments:
             pieces.append(_Piece(segment.file, segment.offset, end, segment.length))
             end += segment.length
-        end = -(-end // PAGE_BYTES) * PAGE_BYTES
+        end = round_up(end)
     return SlotLayout(tuple(pieces), tuple(offsets), end)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.core.read_buffers import ReadBuffers
 from stowage.errors import StorageError
 from stowage.native.memory import HUGE_BYTES, address_of, copy, pages
@@ -371,7 +371,7 @@ def _fill(read: Read, buffer: _Buffer) -> None:
     whole_pages = _in_whole_pages(read)
     if read.source.direct >= 0 and not whole_pages and read.into.nbytes >= _BUFFERED_BYTES:
         begin = read.offset // PAGE_BYTES * PAGE_BYTES
-        end = -(-(read.offset + read.into.nbytes) // PAGE_BYTES) * PAGE_BYTES
+        end = round_up(read.offset + read.into.nbytes)
         around = buffer.taken(end - begin)
         _fill(Read(read.source, begin, around), buffer)
         copy(around[read.offset - begin :][: read.into.nbytes], read.into)

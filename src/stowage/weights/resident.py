@@ -14,8 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from stowage.core.geometry import ALIGNMENT_BYTES, round_up
 from stowage.native.memory import pages
-from stowage.weights.parameter_location import ALIGNED_BYTES, copy_of, phase_of
+from stowage.weights.parameter_location import copy_of, phase_of
 
 _LEAST_BYTES: Final = 1 << 20
 
@@ -41,7 +42,7 @@ class ResidentMemory:
         nbytes = count * dtype.itemsize
         if self._passes or not nbytes:
             return torch.empty(tuple(shape), dtype=dtype)
-        begin = -(-self._used // ALIGNED_BYTES) * ALIGNED_BYTES + phase
+        begin = round_up(self._used, ALIGNMENT_BYTES) + phase
         if begin + nbytes > len(self._piece):
             begin = phase
             self._piece = pages(max(begin + nbytes, self._asked_bytes, _LEAST_BYTES))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stowage.config.memory import parse_size
+from stowage.core.geometry import round_up
 from stowage.errors import ConfigError, StorageError, UnsupportedModelError
 from stowage.weights.quantized.modules import is_packed
 from stowage.weights.safetensors_file import SafetensorsFile
@@ -102,7 +103,7 @@ def _header_bytes(kept: Mapping[str, Tensor]) -> int:
     entries do not fit into the header begin another shard.
     """
     each = [(_ENTRY_BYTES + 6 * len(name) + 100) * (2 * len(f) if f.dim() > 2 else 1) for name, f in kept.items()]
-    return min(-(-(sum(each) + 256) // 4096) * 4096, _HEADER_BYTES_MAX)
+    return min(round_up(sum(each) + 256), _HEADER_BYTES_MAX)
 
 
 def _converted(model: Any, read: Read, original: bool, kept: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

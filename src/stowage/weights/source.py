@@ -28,8 +28,8 @@ from stowage.weights.offloaded_parameter import OffloadedError, OffloadedParamet
 from stowage.weights.placement import Placement
 from stowage.weights.quantized.modules import is_packed
 from stowage.weights.refusals import guard
-from stowage.weights.repacked import Image
 from stowage.weights.saving import names
+from stowage.weights.scratch_file import ScratchFile
 from stowage.weights.weight_unit import Delivery
 
 _NO_TRIAL = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
@@ -42,7 +42,7 @@ class UncalledError(UnsupportedModelError):
 
 
 class WeightSource(Deliveries):
-    """Delivers ``loads`` to ``model``. Takes over ``checkpoint``, ``image`` and ``host_buffers``, and closes them.
+    """Delivers ``loads`` to ``model``. Takes over ``checkpoint``, ``scratch`` and ``host_buffers``, and closes them.
     ``carrier``: copies weights to the model's device if that has memory of its own, from ``host_buffers``.
     """
 
@@ -52,11 +52,11 @@ class WeightSource(Deliveries):
         placement: Placement,
         loads: Sequence[Load],
         checkpoint: Checkpoint,
-        image: Image | None,
+        scratch: ScratchFile | None,
         carrier: Carrier | None = None,
         host_buffers: HostBuffers | None = None,
     ) -> None:
-        super().__init__(model, placement, loads, checkpoint, image, carrier, host_buffers)
+        super().__init__(model, placement, loads, checkpoint, scratch, carrier, host_buffers)
         self.identity = ""
         """The digest of the weights as they were loaded, where it is known; see ``models.identity``."""
         self._named: AsNamed | None = None
@@ -105,7 +105,7 @@ class WeightSource(Deliveries):
     @property
     def image_bytes(self) -> int:
         """Disk that weights take in another form than the checkpoint's."""
-        return self._image.nbytes if self._image is not None else 0
+        return self._scratch.nbytes if self._scratch is not None else 0
 
     def stats(self) -> dict[str, float]:
         """Bytes by delivery, and what was done since the start: ``passes`` of the whole model in ``forward_s``, of

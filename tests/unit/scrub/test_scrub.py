@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from stowage.core.geometry import round_up
 from stowage.errors import DirectoryError
 from stowage.storage.disk.scrub import scrub
 from stowage.storage.disk.system import System
-from stowage.storage.format import segment
 from stowage.storage.format.protection import Method, Protection, SecretKey
 from tests.disk_client import NAMESPACE, Client, key, segments
 from tests.numbered_chunks import SEGMENT, Cache, fill, length_of, place_of
@@ -263,7 +263,7 @@ def test_it_reads_no_faster_than_told(cache: Cache) -> None:
         now[0] += seconds
 
     report = cache.scrub(system=System(timer=lambda: now[0], sleep=sleep), bytes_per_s_max=100_000.0)
-    read = sum(segment.round_up(place.length) for place in cache.places.values())
+    read = sum(round_up(place.length) for place in cache.places.values())
     assert report.good == 200
     assert read / 100_000 - 2 < now[0] < read / 100_000 * 1.2 + 2
 

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from stowage.cache.events import Fetch
 from stowage.cache.store import TieredStore
-from stowage.core.geometry import Group
-from stowage.models.layout import TENSOR_ALIGNMENT_BYTES
+from stowage.core.geometry import ALIGNMENT_BYTES, Group
 
 
 @dataclass(slots=True, eq=False)
@@ -37,10 +36,10 @@ class SwappedBlocks:
 def addresses_of(
     store: TieredStore, group: Group, slots: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Offsets of blocks in the arena, in units of ``TENSOR_ALIGNMENT_BYTES``."""
+    """Offsets of blocks in the arena, in units of ``ALIGNMENT_BYTES``."""
     slab = next(slab for slab in store.slabs if group.index in slab.groups)
     begins = slab.offset_bytes + (slots - slab.first_slot) * slab.slot_bytes + offsets * group.bytes_per_block
-    addresses, rest = np.divmod(begins, TENSOR_ALIGNMENT_BYTES)
+    addresses, rest = np.divmod(begins, ALIGNMENT_BYTES)
     assert not rest.any(), "a block does not begin where tensors do"
     return addresses
 

@@ -15,7 +15,7 @@ from stowage.config.memory import RULES_MAX, parse_disk, parse_size, ram_total_b
 from stowage.config.wording import shown_value
 from stowage.errors import BudgetError, ConfigError, ModelError, UnsupportedModelError
 from stowage.weights.placement import parse_rules
-from stowage.weights.repacked import usual_place
+from stowage.weights.scratch_file import scratch_directory
 
 _OF_THE_HUB: Final[Mapping[str, str]] = {
     "subfolder": "download it, and give the directory in it that holds config.json",
@@ -87,7 +87,7 @@ def offload(
     _refuse_options(options)
     model = _named(model, options)
     host_bytes = _size("host_memory", host_memory)
-    image = parse_disk(disk) if disk else usual_place() if device_bytes else None
+    scratch = parse_disk(disk) if disk else scratch_directory() if device_bytes else None
     if threads not in ("wait", "refuse"):
         raise ConfigError(f"threads={shown_value(threads)} is unknown: say 'wait' or 'refuse'.")
     rules = parse_rules(weights)
@@ -112,7 +112,7 @@ def offload(
     if device_bytes and beside >= device_bytes:
         raise BudgetError(f"device_memory={device_memory!r}, and the adapter alone takes {beside:,} bytes of it.")
     limit = device_bytes - beside if device_bytes else None
-    budget = Budget(limit, host_bytes, image, rules, carrier(here), more=lambda needed: more_for(needed + beside))
+    budget = Budget(limit, host_bytes, scratch, rules, carrier(here), more=lambda needed: more_for(needed + beside))
     load = partial(loading.load, device=here, whole=True, model_class=model_class)
     loaded = load(model, dtype, None, lambda _config: budget, options)
     offloaded = loaded.model

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.native.memory import pages
 from stowage.storage.disk.allocator import segment_bytes_for
 from stowage.storage.disk.catalog import Segment
@@ -50,7 +50,7 @@ class Compactor:
         if not except_for.isdisjoint(keys):
             others = np.array([key not in except_for for key in keys])
             keys, found = list(compress(keys, others.tolist())), found.part(others)
-        padded = [segment.round_up(length) for length in found.lengths.tolist()]
+        padded = [round_up(length) for length in found.lengths.tolist()]
         room = active.file.bytes - active.end - segment_bytes_for(keep_bytes)
         budget = min(active.file.bytes // REWRITE_SHARE, room)
         at = 0
@@ -73,12 +73,12 @@ class Compactor:
     def _read(self, keys: list[bytes], found: Found) -> Chunks:
         """The chunks that verify, as stored."""
         lengths = found.lengths.tolist()
-        memory = pages(sum(map(segment.round_up, lengths)))
+        memory = pages(sum(map(round_up, lengths)))
         buffers = []
         at = 0
         for length in lengths:
             buffers.append(memory[at : at + length])
-            at += segment.round_up(length)
+            at += round_up(length)
         chunks = Chunks()
         for run in plan_runs(keys, buffers, found, self._catalog.opened):
             for n, result in enumerate(self._reader.read(run)):

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.core.geometry import round_up
 from stowage.errors import DirectoryError
 from stowage.native.memory import pages
 from stowage.storage.disk.counters import Counters
@@ -23,7 +24,7 @@ from stowage.storage.disk.reader import Reader, Result
 from stowage.storage.disk.system import System
 from stowage.storage.format import segment
 from stowage.storage.format.protection import Guard, Method, Protection, SecretKey
-from stowage.storage.format.segment import Entries, SegmentHeader, SegmentName, round_up
+from stowage.storage.format.segment import Entries, SegmentHeader, SegmentName
 
 FILE_BYTES_MAX: Final = 1 << 62
 """The limit belongs to whoever writes; a reader takes files as they are."""

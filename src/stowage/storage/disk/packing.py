@@ -14,12 +14,11 @@ from itertools import accumulate
 from typing import Final
 
 from stowage.core import lossless
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.native.memory import pages
 from stowage.storage.counters import TierCounters
 from stowage.storage.disk.packing_rates import Meter, PackingRates
 from stowage.storage.format.compression import Compression
-from stowage.storage.format.segment import round_up
 
 GROUP_BYTES: Final = 8 << 20
 """Chunks of so many bytes, or a longer one, are packed together."""

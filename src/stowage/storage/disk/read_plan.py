@@ -16,12 +16,12 @@ from typing import Final
 
 import numpy as np
 
-from stowage.core.geometry import PAGE_BYTES, IntArray
+from stowage.core.geometry import PAGE_BYTES, IntArray, round_up
 from stowage.storage.disk.files import CALL_BYTES_MAX
 from stowage.storage.disk.index import Found
 from stowage.storage.format.batch import Digests
 from stowage.storage.format.protection import Guard
-from stowage.storage.format.segment import SegmentName, round_up
+from stowage.storage.format.segment import SegmentName
 
 GAP_BYTES_MAX: Final = 64 << 10
 """Neighbours with at most that much between them are read in one go."""

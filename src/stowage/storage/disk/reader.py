@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Final
 
 from stowage.core import lossless
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.errors import FormatError
 from stowage.native.memory import pages
 from stowage.storage.disk.directory import Directory, SegmentFile
@@ -22,7 +22,7 @@ from stowage.storage.disk.read_plan import GAP_BYTES_MAX, RUN_BYTES_MAX, Run
 from stowage.storage.format.batch import Fields
 from stowage.storage.format.envelope import pack_fields_of
 from stowage.storage.format.protection import Cipher
-from stowage.storage.format.segment import SegmentName, round_up
+from stowage.storage.format.segment import SegmentName
 
 
 class Result(enum.Enum):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.errors import FormatError
 from stowage.native.memory import pages
 from stowage.storage.disk.directory import SegmentFile
@@ -135,7 +135,7 @@ def _by_footer(
         trailer = segment.parse_trailer(page, name.id, file.bytes)
     except FormatError:
         return found
-    footer = memory(segment.round_up(trailer.footer_bytes))
+    footer = memory(round_up(trailer.footer_bytes))
     if file.read([footer], trailer.footer_offset) < trailer.footer_bytes:
         return found  # reclaimed just now
     try:

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.errors import DirectoryError, FormatError
 from stowage.native.memory import pages
 from stowage.storage.disk.directory import Directory, Entry, SegmentFile
@@ -33,7 +33,7 @@ from stowage.storage.disk.system import System
 from stowage.storage.format import segment
 from stowage.storage.format.envelope import HEADER_BYTES
 from stowage.storage.format.protection import SecretKey
-from stowage.storage.format.segment import ENTRY_BYTES, Entries, SegmentName, round_up
+from stowage.storage.format.segment import ENTRY_BYTES, Entries, SegmentName
 
 LOCK_TIMEOUT_S: Final = 10.0
 LISTED_MAX: Final = 1000

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.errors import BudgetError, DirectoryError
 from stowage.log import Trouble
 from stowage.storage.disk.allocator import SegmentAllocator, segment_bytes_for
@@ -30,7 +30,6 @@ from stowage.storage.disk.storer import Storer
 from stowage.storage.disk.system import System
 from stowage.storage.format.compression import Compression
 from stowage.storage.format.protection import Protection
-from stowage.storage.format.segment import round_up
 from stowage.storage.protocol import Outcome, Reporter, Transfer
 
 SEGMENT_BYTES: Final = 256 << 20

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.native.memory import pages
 from stowage.storage.disk.directory import SegmentFile
 from stowage.storage.disk.files import CALL_BYTES_MAX, all_aligned, is_aligned
@@ -83,7 +83,7 @@ class ActiveSegment:
             return limit
         taken = 0
         for count in range(limit):
-            taken += segment.round_up(lengths[count])
+            taken += round_up(lengths[count])
             if count and taken > BATCH_BYTES_MAX:
                 return count
             if room - PAGE_BYTES - taken < segment.footer_room(chunks + count + 1):
@@ -96,7 +96,7 @@ class ActiveSegment:
 
     def append_batch(self, batch: Batch) -> Entries:
         """The same for a batch that begins at `end`."""
-        *offsets, _ = accumulate(map(segment.round_up, batch.lengths), initial=batch.offset + PAGE_BYTES)
+        *offsets, _ = accumulate(map(round_up, batch.lengths), initial=batch.offset + PAGE_BYTES)
         digests = self._write_payloads(batch.fields, offsets, batch.chunks.payloads)
         page = self.page(batch, digests)
         self.write([page.memory], page.offset)
@@ -172,7 +172,7 @@ class ActiveSegment:
             rest = payload[whole:]
             while rest.nbytes:
                 part = rest[: STAGING_BYTES - staged]
-                taken = segment.round_up(part.nbytes)
+                taken = round_up(part.nbytes)
                 room = self._staging[staged : staged + taken]
                 if transform is None:
                     room[: part.nbytes] = part

@@ -9,13 +9,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.errors import FormatError
 from stowage.storage.format import envelope
 from stowage.storage.format.protection import NO_MARK, Mark
@@ -56,14 +56,6 @@ assert _ENTRY.itemsize == ENTRY_BYTES
 
 Entries = NDArray[np.void]
 """Envelopes and payload offsets, one footer entry each: what a footer holds, bit for bit."""
-
-
-Length = TypeVar("Length", int, NDArray[np.int64])
-
-
-def round_up(length: Length) -> Length:
-    """The length, or each of them, in whole pages."""
-    return (length + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
 
 
 def batch_bytes(lengths: Sequence[int]) -> int:

@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stowage.core.geometry import Kind
+from stowage.core.geometry import ALIGNMENT_BYTES, Kind
 from stowage.engine.sampling import Sampler, TokenLogprob, logprobs_of
 from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import StorageError
 from stowage.executor.batch import Work
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
 from stowage.executor.block_table import OFFLOADED
-from stowage.models.layout import TENSOR_ALIGNMENT_BYTES, visible
+from stowage.models.layout import visible
 from stowage.testing.engine_sim.profile import EngineFaults
 from stowage.testing.sim.content import Violation
 from stowage.testing.sim.loop import Loop
@@ -208,7 +208,7 @@ class PlayedModel:
         found[here] = rows[lies_in[here], row[here]]
         if not here.all():
             assert self._arena is not None
-            found[~here] = self._arena[(OFFLOADED - lies_in[~here]) * (TENSOR_ALIGNMENT_BYTES // 8) + row[~here]]
+            found[~here] = self._arena[(OFFLOADED - lies_in[~here]) * (ALIGNMENT_BYTES // 8) + row[~here]]
         wrong = np.flatnonzero(found != np.array(values[:start], np.int64)[seen])
         if len(wrong):
             raise Violation(f"wrong bytes of token {seen[wrong[0]]} in group {group.index} ({group.kind.value})")

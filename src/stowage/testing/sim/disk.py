@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.storage.disk.allocator import metadata_bytes
-from stowage.storage.format.segment import round_up
 from stowage.testing.sim.fault_profile import FaultProfile
 from stowage.testing.sim.loop import Loop
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from greenlet import GreenletExit
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.storage.disk.files import Status, is_aligned
-from stowage.storage.format.segment import round_up
 from stowage.testing.sim.disk import HUNG_S, OWN_BYTES, SECTOR_BYTES, SLOW_S, Handle, Inode, SimDisk
 from stowage.testing.sim.loop import Process
 

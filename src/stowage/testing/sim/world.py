@@ -78,7 +78,7 @@ class World:
         geometry = draw_geometry(chance)
         chunk_bytes_max = max(group.bytes_per_chunk for group in geometry.groups)
         segment_bytes = round_up(segment_bytes_for(chunk_bytes_max) * chance.choice((1, 1, 2, 5)), PAGE_BYTES)
-        host_bytes = chance.choice((2, 6, 24)) * sum(round_up(g.bytes_per_chunk, PAGE_BYTES) for g in geometry.groups)
+        host_bytes = chance.choice((2, 6, 24)) * sum(round_up(g.bytes_per_chunk) for g in geometry.groups)
         protection = draw_protection(chance)
         policy = list(POLICIES)[seed % len(POLICIES)]
         compressions = chance.choice((("off",), ("off",), ("on",), ("on", "off")))

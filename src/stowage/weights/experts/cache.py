@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.errors import UnsupportedModelError
 from stowage.weights.experts.memory_pages import Frames, Span
 from stowage.weights.experts.table import ExpertTable
@@ -48,13 +48,13 @@ class _Stack:
         self._location, self._experts = location, experts
         self._expert_bytes = location.nbytes // experts
         gapped = self._expert_bytes % PAGE_BYTES > 0
-        self._stride = -(-self._expert_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._stride = round_up(self._expert_bytes)
         self._begin = 0 if gapped else location.in_page
         self.shared = self._begin % PAGE_BYTES > 0
         self._first = -self._begin % PAGE_BYTES  # of an expert's bytes: the first of a page of its own
         self.whole_bytes = self._stride - PAGE_BYTES * self.shared
         assert self.whole_bytes > 0
-        self.span = Span(-(-(self._begin + experts * self._stride) // PAGE_BYTES) * PAGE_BYTES)
+        self.span = Span(round_up(self._begin + experts * self._stride))
         count = experts * self._stride // location.dtype.itemsize
         values = torch.frombuffer(self.span.memory, dtype=location.dtype, count=count, offset=self._begin)
         own = self._expert_bytes // location.dtype.itemsize

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stowage.core.geometry import ALIGNMENT_BYTES, round_up
 from stowage.errors import StorageError, TransferError
 from stowage.weights.device_prefetcher import Carrier, PrefetchTicket
 from stowage.weights.experts.table import ExpertTable
@@ -32,7 +33,6 @@ from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.placement import EXPERT_STAGES
 from stowage.weights.reader import Readers, Ticket
 
-_ALIGNED_BYTES = 64
 _LIKELY: Final = 0.5
 """An expert is copied before it is chosen when more than this share of recent tokens chose it: at least one of two
 such copies is needed. It evicts no expert that is expected back sooner."""
@@ -237,7 +237,7 @@ class DeviceExperts(ExpertTable):
         parts, begin = [], 0
         for location in brought.locations:
             parts.append(stage.memory[begin : begin + location.nbytes // brought.experts])
-            begin += -(-parts[-1].nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+            begin += round_up(parts[-1].nbytes, ALIGNMENT_BYTES)
         return parts
 
     def _send(self, brought: Seated, stage: _Stage, frame: int) -> None:
@@ -296,8 +296,8 @@ class DeviceExperts(ExpertTable):
 
 def stage_bytes(locations: Sequence[ParameterLocation], experts: int) -> int:
     """Size of a staging buffer for one expert."""
-    each = [-(-location.nbytes // experts // _ALIGNED_BYTES) * _ALIGNED_BYTES for location in locations]
-    return -(-sum(each) // mmap.PAGESIZE) * mmap.PAGESIZE
+    each = [round_up(location.nbytes // experts, ALIGNMENT_BYTES) for location in locations]
+    return round_up(sum(each), mmap.PAGESIZE)
 
 
 def renumbered(

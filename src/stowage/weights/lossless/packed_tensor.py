@@ -18,14 +18,13 @@ from typing import Any, Final
 import numpy as np
 
 from stowage.core import lossless
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import ALIGNMENT_BYTES, PAGE_BYTES, round_up
 from stowage.errors import FormatError
 from stowage.native.memory import copy
 from stowage.weights.file import File
 
 METADATA: Final = "stowage-lossless"
 FRAME_BYTES: Final = 128 << 10
-ALIGNED_BYTES: Final = 64
 _AT_ONCE_BYTES: Final = 1 << 20
 ITEM_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}
 
@@ -41,7 +40,7 @@ class PackedTensor(File):
     def __init__(self, file: File, offset: int, length: int, entry: Mapping[str, Any]) -> None:
         super().__init__(file.path, -1, -1)
         self.dtype, self.shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-        self.phase = int(entry["phase"]) % ALIGNED_BYTES
+        self.phase = int(entry["phase"]) % ALIGNMENT_BYTES
         nbytes = prod(self.shape) * ITEM_BYTES[self.dtype]
         frames = np.array(entry["frames"], np.int64)
         if min(self.shape, default=0) < 0 or frames.ndim != 1 or len(frames) != -(-nbytes // FRAME_BYTES):
@@ -79,7 +78,7 @@ class PackedTensor(File):
         """First and last frame of ``length`` bytes of the tensor from ``offset`` on, and the pages they lie in."""
         first, last = offset // FRAME_BYTES, -(-min(offset + length, self.length) // FRAME_BYTES)
         begin, end = int(self._at[first]), int(self._at[last])
-        return first, last, begin // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
+        return first, last, begin // PAGE_BYTES * PAGE_BYTES, round_up(end)
 
     def around_bytes(self, offset: int, length: int) -> int:
         """Memory for what so many bytes from there on are unpacked from."""

@@ -11,8 +11,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from stowage.core.geometry import ALIGNMENT_BYTES
 from stowage.weights.checkpoint import Checkpoint, Segment
-from stowage.weights.lossless.packed_tensor import ALIGNED_BYTES, ITEM_BYTES, PackedTensor
+from stowage.weights.lossless.packed_tensor import ITEM_BYTES, PackedTensor
 from stowage.weights.parameter_location import memory_of
 
 _TORCH: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -92,8 +93,8 @@ class _Lazy:
 
     def __getitem__(self, part: Any) -> Tensor:
         length = self._tensor.length
-        memory = torch.empty(length + ALIGNED_BYTES, dtype=torch.uint8)
-        begin = (self._tensor.phase - memory.data_ptr()) % ALIGNED_BYTES
+        memory = torch.empty(length + ALIGNMENT_BYTES, dtype=torch.uint8)
+        begin = (self._tensor.phase - memory.data_ptr()) % ALIGNMENT_BYTES
         begin = begin if begin % ITEM_BYTES[self._tensor.dtype] == 0 else 0
         raw = memory[begin : begin + length]
         self._tensor.fill_all(memory_of(raw))

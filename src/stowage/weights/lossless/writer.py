@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from stowage.core import lossless
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import ALIGNMENT_BYTES, round_up
 from stowage.errors import CheckpointError, StorageError, UnsupportedModelError
 from stowage.weights.file import File, safetensors_header
-from stowage.weights.lossless.packed_tensor import ALIGNED_BYTES, FRAME_BYTES, ITEM_BYTES, METADATA
+from stowage.weights.lossless.packed_tensor import FRAME_BYTES, ITEM_BYTES, METADATA
 from stowage.weights.safetensors_file import SafetensorsFile
 
 _LEAST_BYTES: Final = 64 << 10
@@ -81,7 +81,7 @@ class _Shard:
         self._packed: dict[str, dict[str, Any]] = {}
         frames = sum(-(-_length(entry) // FRAME_BYTES) for entry in self._tensors.values())
         room = len(json.dumps(header)) * 4 + 512 + frames * 12
-        self._data_at = -(-(8 + room) // PAGE_BYTES) * PAGE_BYTES
+        self._data_at = round_up(8 + room)
 
     def write(self, done: Callable[[], None]) -> None:
         file = File.open(self._source)
@@ -95,7 +95,7 @@ class _Shard:
                     done()
                 else:
                     kept.append((name, entry))
-            for name, entry in sorted(kept, key=lambda each: _length(each[1]) % ALIGNED_BYTES > 0):
+            for name, entry in sorted(kept, key=lambda each: _length(each[1]) % ALIGNMENT_BYTES > 0):
                 self._keep(file, into, name, entry)
                 self._written.kept += 1
                 done()
@@ -119,7 +119,7 @@ class _Shard:
                 into.write(packed, end)
                 lengths.append(len(packed))
                 end += len(packed)
-        padded_bytes = -(-(end - into.nbytes) // ALIGNED_BYTES) * ALIGNED_BYTES
+        padded_bytes = round_up(end - into.nbytes, ALIGNMENT_BYTES)
         if padded_bytes > lossless.worth_bytes(length):
             return False  # the next tensor overwrites it
         into.write(bytes(into.nbytes + padded_bytes - end), end)
@@ -127,7 +127,7 @@ class _Shard:
         self._packed[name] = {
             "dtype": entry["dtype"],
             "shape": entry["shape"],
-            "phase": begin % ALIGNED_BYTES,
+            "phase": begin % ALIGNMENT_BYTES,
             "frames": lengths,
         }
         return True

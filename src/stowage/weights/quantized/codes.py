@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import ALIGNMENT_BYTES, PAGE_BYTES, round_up
 from stowage.errors import CheckpointError
 from stowage.weights.quantized.encoding import ENCODED, encoded
 from stowage.weights.quantized.fitting import Codes, Inputs, fit
@@ -32,7 +32,6 @@ from stowage.weights.quantized.grids import GRIDS
 
 GROUPS: Final = (32, 64, 128)
 FORMS: Final = ("int8", *(f"int4_{group}" for group in GROUPS), *ENCODED)
-_ALIGNED_BYTES: Final = 64
 _WHOLE_PAGES_FROM: Final = 64 << 10
 _TILE_ELEMENTS: Final = 1 << 19
 """Unpacked at once: 2 MiB in float32. Less costs calls, more falls out of the cache (measured: 128 to 1,024 rows of
@@ -78,7 +77,7 @@ class Form:
 
     @property
     def codes_at(self) -> int:
-        return -(-self.scales_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        return round_up(self.scales_bytes, ALIGNMENT_BYTES)
 
     @property
     def row_bytes(self) -> int:
@@ -92,8 +91,7 @@ class Form:
         if self.spec is not None:
             return self.outputs * self.row_bytes
         used = self.codes_at + self.outputs * self.row_bytes
-        unit = PAGE_BYTES if used >= _WHOLE_PAGES_FROM else _ALIGNED_BYTES
-        return -(-used // unit) * unit
+        return round_up(used, PAGE_BYTES if used >= _WHOLE_PAGES_FROM else ALIGNMENT_BYTES)
 
     def tensors(self, stacked: bool = False) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and type of its one tensor; see ``Spec.tensors``. ``stacked``: that of one of many experts, in pages if

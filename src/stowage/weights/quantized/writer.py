@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import ALIGNMENT_BYTES, PAGE_BYTES, round_up
 from stowage.errors import CheckpointError, StorageError, UnsupportedModelError
 from stowage.weights.building import Building
 from stowage.weights.checkpoint import Checkpoint
@@ -25,7 +25,6 @@ from stowage.weights.quantized.modules import METHOD, Target, targets
 from stowage.weights.safetensors_file import SafetensorsFile
 from stowage.weights.tied import settle
 
-_ALIGNED_BYTES: Final = 64
 _WAITS_BELOW_BYTES: Final = 64 << 10
 _ENTRY_BYTES: Final = 200
 """Of a tensor in the header besides its name (twice), at most: type, dimensions, offsets, its number of weights."""
@@ -106,7 +105,7 @@ class _Writing(Building):
         self._wanted = {name for name in root.state_dict() if tied.get(name, name) == name}
         self._all = len(self._wanted)
         names_bytes = sum(_ENTRY_BYTES + 2 * len(json.dumps(name)) for name in self._wanted)
-        self.file.data_at = -(-(8 + 256 + names_bytes) // PAGE_BYTES) * PAGE_BYTES
+        self.file.data_at = round_up(8 + 256 + names_bytes)
 
     def put(self, path: str, parameter: nn.Parameter) -> nn.Parameter:
         values = parameter.detach()
@@ -132,7 +131,7 @@ class _Writing(Building):
                 f"{sorted(self._wanted)[0]} was not loaded, so the packed checkpoint would not be whole: download the "
                 "checkpoint again."
             )
-        self._waiting.sort(key=lambda waiting: (waiting[1].nbytes % _ALIGNED_BYTES > 0, -waiting[1].nbytes))
+        self._waiting.sort(key=lambda waiting: (waiting[1].nbytes % ALIGNMENT_BYTES > 0, -waiting[1].nbytes))
         for name, values in self._waiting:
             self.file.append(name, values)
         self.file.finish({"format": "pt", METHOD: json.dumps(self._packed, separators=(",", ":"))})
@@ -159,7 +158,7 @@ class _Writing(Building):
 
     def _put_off(self, name: str, values: Tensor) -> None:
         small = values.nbytes < _WAITS_BELOW_BYTES and values.nbytes % PAGE_BYTES
-        if small or values.nbytes % _ALIGNED_BYTES:
+        if small or values.nbytes % ALIGNMENT_BYTES:
             self._waiting.append((name, values.clone()))
         else:
             self.file.append(name, values)

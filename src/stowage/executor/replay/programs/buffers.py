@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stowage.core.geometry import ALIGNMENT_BYTES, round_up
 from stowage.executor.replay.calls.call_list import TracedStep
 
 ARENA, CALLED, CONSTANT, RESULT, STEP = range(5)
@@ -38,9 +39,9 @@ class Size(NamedTuple):
         """Whether it is no more than ``other``, however many rows there are."""
         return self.nbytes <= other.nbytes and self.per_row <= other.per_row
 
-    def aligned(self, unit: int) -> Size:
-        """The size rounded up to multiples of ``unit``, for any number of rows."""
-        return Size(-(-self.nbytes // unit) * unit, -(-self.per_row // unit) * unit)
+    def aligned(self) -> Size:
+        """The size rounded up to multiples of ``ALIGNMENT_BYTES``, for any number of rows."""
+        return Size(round_up(self.nbytes, ALIGNMENT_BYTES), round_up(self.per_row, ALIGNMENT_BYTES))
 
 
 @dataclass(slots=True, eq=False)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from stowage.core.geometry import ALIGNMENT_BYTES
 from stowage.executor import kernels
 from stowage.executor.attention import paged_attention
 from stowage.executor.batch import GroupStep, current
@@ -41,7 +42,6 @@ from stowage.executor.replay.programs.encoding import (
     read,
     whole,
 )
-from stowage.models.layout import TENSOR_ALIGNMENT_BYTES
 
 _UPDATE: Any = PagedCache.update.__wrapped__  # type: ignore[attr-defined]
 _ATTENTION: Any = paged_attention.__wrapped__  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ class Paging:
         offloaded = self._offloaded_of(reads.group.pool, reads.layer)
         words: list[int | Address] = [ATTEND, query, out.address]
         for view, there in zip(views, (offloaded[0], offloaded[-1]), strict=True):
-            unit = TENSOR_ALIGNMENT_BYTES // view.element_size()
+            unit = ALIGNMENT_BYTES // view.element_size()
             words += [self.buffers.address_of(view), *view.stride()[:3], there, unit]
         words += [reads.where.table, reads.where.runs, *reads.sinks, runs.runs.shape[0], kv_heads]
         words += [reads.heads // kv_heads, width, values.shape[3], runs.block_tokens, runs.window]

@@ -42,8 +42,6 @@ from stowage.executor.replay.programs.operations import operations
 from stowage.executor.replay.programs.paging import Paging
 from stowage.executor.replay.programs.program import Arena, Program
 
-_ALIGNMENT = 64
-
 
 @dataclass(frozen=True, slots=True)
 class ProgramPlan:
@@ -140,7 +138,7 @@ def put(buffers: Sequence[Buffer], sizes: Sequence[Size]) -> Size:
     total = Size(0)
     for buffer, size in sorted(zip(buffers, sizes, strict=True), key=lambda pair: pair[0].first):
         there = [one for one in there if one[0].last >= buffer.first]
-        ends = [end.aligned(_ALIGNMENT) for _, _, end in there]
+        ends = [end.aligned() for _, _, end in there]
         last = Size(max((end.nbytes for end in ends), default=0), max((end.per_row for end in ends), default=0))
         buffer.offset = next(
             begin
@@ -150,7 +148,7 @@ def put(buffers: Sequence[Buffer], sizes: Sequence[Size]) -> Size:
         end = buffer.offset.plus(size)
         there.append((buffer, buffer.offset, end))
         total = Size(max(total.nbytes, end.nbytes), max(total.per_row, end.per_row))
-    return total.aligned(_ALIGNMENT)
+    return total.aligned()
 
 
 class View(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stowage.errors import StorageError
-from stowage.weights.repacked import Image
+from stowage.weights.scratch_file import ScratchFile
 
 WAY_OUT = "Name a directory that has room for them with disk, as DIR:SIZE"
 
@@ -18,7 +18,7 @@ WAY_OUT = "Name a directory that has room for them with disk, as DIR:SIZE"
 def test_a_file_where_the_directory_should_be(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(StorageError, match=f"File exists.*{WAY_OUT}"):
-        Image(tmp_path / "mine", 1 << 20)
+        ScratchFile(tmp_path / "mine", 1 << 20)
     assert (tmp_path / "mine").read_text() == "mine"
 
 
@@ -28,10 +28,10 @@ def test_a_disk_that_fills_while_it_is_written(tmp_path: Path, monkeypatch: pyte
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(fd, data[:1000], offset)
 
-    image = Image(tmp_path, 1 << 20)
+    scratch = ScratchFile(tmp_path, 1 << 20)
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(StorageError, match=f"No space left.*{WAY_OUT}"):
-        image.add(np.ones(5000, np.uint8))
-    image.close()
+        scratch.add(np.ones(5000, np.uint8))
+    scratch.close()
     assert not list(tmp_path.iterdir()), "it has no name"

@@ -15,7 +15,7 @@ from stowage.errors import CheckpointError
 _FILE: Final = "hf_quant_config.json"
 
 
-def stated_beside(directory: Path) -> dict[str, Any] | None:
+def hf_quant_config(directory: Path) -> dict[str, Any] | None:
     """The ``quantization_config`` of a checkpoint whose config.json has none; ``None`` where no weights are said to be
     quantised. Raises CheckpointError for a file that cannot be read.
     """

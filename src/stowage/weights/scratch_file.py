@@ -1,6 +1,6 @@
-"""Parameters at rest in the form in which they are computed with, where the checkpoint does not hold that form.
+"""A scratch file for parameters in the form in which they are computed with, where the checkpoint lacks that form.
 
-Owns one file without a name: it vanishes with the process, however that ends. Its bytes count, and have a limit.
+It has no name, and vanishes with the process, however that ends. Its bytes count, and have a limit.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.core.geometry import PAGE_BYTES
+from stowage.core.geometry import ALIGNMENT_BYTES, round_up
 from stowage.errors import BudgetError, StorageError
 from stowage.native.memory import address_of
 from stowage.weights.checkpoint import Segment
-from stowage.weights.file import File
+from stowage.weights.file import File, open_direct
 
-_ALIGNED_BYTES = 64
 _WRITTEN_BYTES = 8 << 20
 _ELSEWHERE = "Name a directory that has room for them with disk, as DIR:SIZE."
 
 
-def usual_place(mounts: Path = Path("/proc/self/mounts")) -> tuple[Path, int] | None:
-    """A directory for an image of somebody who named none, and its limit: where the system keeps large temporary
+def scratch_directory(mounts: Path = Path("/proc/self/mounts")) -> tuple[Path, int] | None:
+    """A directory for scratch files of somebody who named none, and its limit: where the system keeps large temporary
     files, up to half of what is free there. ``None`` where that is memory.
     """
     for directory in (Path("/var/tmp"), Path(tempfile.gettempdir())):
@@ -43,7 +42,7 @@ def _on_disk(directory: Path, mounts: Path) -> bool:
     return max(above, default=(0, ""))[1] not in ("tmpfs", "ramfs")
 
 
-class Image:
+class ScratchFile:
     """In ``directory``, of at most ``limit_bytes``. Raises StorageError where no such file can be made."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
@@ -56,12 +55,7 @@ class Image:
             raise StorageError(
                 f"no file for weights can be made in {directory}: {error.strerror}. {_ELSEWHERE}"
             ) from error
-        direct = -1
-        try:
-            direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
-        except OSError:  # no direct I/O here: buffered reads do
-            direct = -1
-        self.file = File(directory / "(weights)", fd, direct)
+        self.file = File(directory / "(weights)", fd, open_direct(fd))
 
     @property
     def nbytes(self) -> int:
@@ -73,9 +67,9 @@ class Image:
 
         Raises BudgetError above the limit, StorageError for a full disk.
         """
-        phase = address_of(raw) % _ALIGNED_BYTES
-        offset = -(-self._used_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES + phase
-        end = -(-(offset + raw.nbytes) // PAGE_BYTES) * PAGE_BYTES
+        phase = address_of(raw) % ALIGNMENT_BYTES
+        offset = round_up(self._used_bytes, ALIGNMENT_BYTES) + phase
+        end = round_up(offset + raw.nbytes)
         if end > self._limit_bytes:
             raise BudgetError(
                 f"the weights have another form in memory than in the checkpoint (another dtype, most often), and that "
