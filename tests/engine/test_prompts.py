@@ -57,6 +57,20 @@ def test_a_text_with_more_characters_than_the_context_can_have_is_not_read(noted
     assert given == []
 
 
+def test_templates_for_other_uses_are_told_as_such(engines, monkeypatch):
+    """As GGUF files and checkpoints have them by name, where none is for all messages."""
+    engine = engines("llama", context_tokens=128)
+    named = {"tool_use": "{{ messages[0].content }} {{ tools | length }}", "rag": "{{ documents }}"}
+    monkeypatch.setattr(engine.tokenizer, "chat_template", named)
+    asked = [{"role": "user", "content": "ahoy"}]
+    with pytest.raises(RequestError, match=r"for other uses only \(rag, tool_use\).*: --chat-template FILE$"):
+        engine.generate([asked], greedy(1))
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    assert engine.prompts.read(asked, template={"tools": tools})
+    monkeypatch.setitem(named, "default", "{{ messages[0].content }}")
+    assert engine.generate([asked], greedy(1))
+
+
 def test_of_a_long_text_no_more_is_read_than_is_needed(noted, monkeypatch):
     prompts, given, _ = noted
     monkeypatch.setattr(module, "PIECE_CHARACTERS", 100)

@@ -25,6 +25,7 @@ _CHARACTERS_PER_TOKEN: Final = 6
 _SURELY: Final = 2
 """A text has some more tokens when it is cut into pieces: so many times too many of them are surely too many."""
 _TRIAL: Final = "stowage"
+_SHOWN_CHARACTERS: Final = 100
 _NO_TOKENIZER: Final = "this model has no tokenizer; give the prompt as token ids."
 PLAINLY: Final[Mapping[str, Any]] = MappingProxyType({})
 """What a chat template is given besides the messages: nothing."""
@@ -138,6 +139,7 @@ class Prompts:
             raise RequestError(
                 "this model's tokenizer has no chat template: give the prompt as text, or --chat-template FILE."
             )
+        _refuse_only_named(tokenizer.chat_template, template)
         try:
             if _takes_parts(tokenizer):
                 messages = [{**m, "content": _parts(m["content"])} for m in messages]
@@ -160,6 +162,18 @@ class Prompts:
             raise RequestError(f"the model's chat template refuses these messages: {error}") from error
 
 
+def _refuse_only_named(templates: Any, given: Mapping[str, Any]) -> None:
+    """Where there are several templates, none of them for these messages. Raises RequestError."""
+    if not isinstance(templates, Mapping) or "default" in templates or given.get("chat_template") is not None:
+        return
+    if given.get("tools") is None or "tool_use" not in templates:
+        shown = ", ".join(sorted(map(str, templates)))[:_SHOWN_CHARACTERS]
+        raise RequestError(
+            f"this model has chat templates for other uses only ({shown}), and none for these messages. Give it one: "
+            "--chat-template FILE"
+        )
+
+
 def _is_message(message: Any) -> bool:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
@@ -177,7 +191,7 @@ def _takes_parts(tokenizer: Any) -> bool:
         try:
             if _TRIAL in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False):
                 return content is not _TRIAL
-        except (TemplateError, TypeError):
+        except (TemplateError, TypeError, ValueError):  # the last: there are templates for other uses only
             continue
     return False
 

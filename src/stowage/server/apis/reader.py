@@ -35,7 +35,8 @@ _TEMPLATE_RESERVED: Final = frozenset(
     "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
 _NO_TEXT: Final = (
-    "This model has no chat template, so it cannot answer chats. Use /v1/completions with a prompt of text."
+    "This model has no chat template, so it cannot answer chats. Use /v1/completions with a prompt of text, or start "
+    "the server with --chat-template FILE."
 )
 
 
