@@ -17,8 +17,8 @@ from stowage.config.memory import Memory
 from stowage.engine import loop
 from stowage.engine.engine import Engine
 from stowage.storage.protocol import Transfer
-from tests.engine.conftest import random_prompt
-from tests.engine.families.world import World, greedy
+from tests.engine.conftest import greedy, random_prompt
+from tests.engine.families.world import World
 
 SIZES = {"block_size": 16, "chunk_blocks": 2, "max_num_batched_tokens": 96}
 DEVICE_BLOCKS, HOST_CHUNKS = 8, 8

@@ -22,8 +22,8 @@ from stowage.executor.block_pool import blocks_needed
 from stowage.executor.block_table import OFFLOADED
 from stowage.native import is_wanted
 from tests.depth import mostly_rare
-from tests.engine.conftest import assert_nothing_is_pinned, check_and_close, random_prompt
-from tests.engine.families.world import World, greedy
+from tests.engine.conftest import assert_nothing_is_pinned, check_and_close, greedy, random_prompt
+from tests.engine.families.world import World
 from tests.engine.test_failures import FailingTransfer
 
 FAMILIES = ("llama", "gemma3", "deepseek_v3", "qwen3_next", "gpt_oss", "gemma2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +11,20 @@ import torch
 
 from tests.engine.conftest import Reference, be_patient
 from tests.second_device.build import register
+from tests.second_device.interpreting import interpreting
 
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in tests/engine: whether loading is worth it is not asked here."""
     be_patient(monkeypatch, 60.0)
+
+
+@pytest.fixture
+def interpreter() -> Iterator[None]:
+    """Kernels are interpreted."""
+    with interpreting():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,16 +15,10 @@ from hypothesis import strategies as st
 
 from stowage.core.geometry import Kind
 from stowage.cuda.paged_attention import launch
-from tests.second_device.interpreting import interpreting, require
+from tests.second_device.interpreting import require
 from tests.second_device.paged_cases import BOUND, EDGES, make
 
 pytestmark = pytest.mark.device
-
-
-@pytest.fixture
-def interpreter():  # type: ignore[no-untyped-def]
-    with interpreting():
-        yield
 
 
 @st.composite

@@ -15,18 +15,12 @@ from hypothesis import strategies as st
 from stowage.cuda.unpacking import launch
 from stowage.weights.quantized.formats import BLOCKS, Spec, dequantized_by_torch, first_outputs, outputs_of
 from tests.block_formats import SPECS, parts_of, raw_bytes
-from tests.second_device.interpreting import interpreting, require
+from tests.second_device.interpreting import require
 
 pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")]  # float16
 KNOWN = [spec for spec in SPECS if spec.name in launch.FORMATS]
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
 """The interpreter cuts bfloat16 off instead of rounding; see tests/cuda."""
-
-
-@pytest.fixture
-def interpreter():  # type: ignore[no-untyped-def]
-    with interpreting():
-        yield
 
 
 def assert_unpacks(spec: Spec, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> None:

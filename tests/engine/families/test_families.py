@@ -13,8 +13,8 @@ from stowage.engine.engine import Engine
 from stowage.executor.block_pool import bytes_needed
 from stowage.testing import tiny_models
 from tests.depth import mostly_rare
-from tests.engine.conftest import check_and_close, random_prompt
-from tests.engine.families.world import World, greedy
+from tests.engine.conftest import check_and_close, greedy, random_prompt
+from tests.engine.families.world import World
 from tests.families import MOST_UNLIKE, ONE_OF_EACH, all_of
 
 LONG = random_prompt(187)

@@ -30,9 +30,9 @@ from stowage.testing.tiny_models import TinySize
 from stowage.testing.tiny_models.checkpoint import outer_config
 from stowage.testing.tiny_models.outer import Outer, without_timm
 from tests.depth import mostly_rare
-from tests.engine.conftest import check_and_close, random_prompt
+from tests.engine.conftest import check_and_close, greedy, random_prompt
 from tests.engine.families.test_families import CUTS, LONG, ask
-from tests.engine.families.world import World, greedy
+from tests.engine.families.world import World
 
 PLACEHOLDERS = {300, 301, 302}
 

@@ -17,8 +17,8 @@ from stowage.models import layout as layers
 from stowage.models.probing import cache_name
 from stowage.testing import tiny_models
 from tests.depth import mostly_rare
-from tests.engine.conftest import random_prompt
-from tests.engine.families.world import World, greedy
+from tests.engine.conftest import greedy, random_prompt
+from tests.engine.families.world import World
 
 MEMORY = Memory(kv_cache_memory="8MiB", host_memory="8MiB", max_num_batched_tokens=32)
 

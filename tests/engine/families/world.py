@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from stowage.engine.request import Completion
-from stowage.engine.sampling_params import SamplingParams
 from stowage.testing import tiny_models
 from tests.engine.conftest import LOGPROB_BOUND
 
@@ -57,7 +56,3 @@ class World:
     def check_all(self, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> None:
         for prompt, completion in zip(prompts, completions, strict=True):
             self.check(prompt, completion)
-
-
-def greedy(new_tokens: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, logprobs=1)
