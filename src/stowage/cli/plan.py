@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stowage.cli.options import Debug, Json, read_as
-from stowage.cli.output import format_seconds, note, print_json, print_table
+from stowage.cli.output import format_seconds, note, print_json, print_table, quiet_libraries
+from stowage.config.memory import disk_total_bytes, format_size, parse_size, parse_tokens, ram_total_bytes
 from stowage.errors import ConfigError, StowageError
 
 if TYPE_CHECKING:
@@ -62,8 +63,6 @@ def plan(
 
     From the config alone, without weights. Sizes as 24GiB or 30% of this machine's memory.
     """
-    from stowage.cli.output import quiet_libraries
-    from stowage.config.memory import parse_tokens
     from stowage.models.hub import find_config, find_gguf, is_gguf, is_here
     from stowage.models.quick_import import import_transformers
 
@@ -106,7 +105,6 @@ def plan(
 
 
 def _budgets(model: "Model", path: str, device: str, host: str, disk: str | None) -> "Budgets":
-    from stowage.config.memory import disk_total_bytes, parse_size, ram_total_bytes
     from stowage.planner.solve import Budgets
 
     memory_bytes, whole = ram_total_bytes(), Path(path).expanduser().absolute()
@@ -167,7 +165,6 @@ def _write(path: Path, text: str) -> None:
 def _show(solution: "Solution", hints: list[str]) -> None:
     from rich.console import Console
 
-    from stowage.config.memory import format_size
     from stowage.planner.report import rows
 
     model, work, predicted = solution.model, solution.workload, solution.prediction
@@ -197,8 +194,6 @@ def _billions(count: int) -> str:
 
 
 def _per_step(nbytes: int) -> str:
-    from stowage.config.memory import format_size
-
     return format_size(nbytes) if nbytes else ""
 
 
@@ -213,7 +208,6 @@ def _can_draw() -> bool:
 
 def bars(solution: "Solution", *, plain: bool) -> list[str]:
     """One line for each memory that was given, and what its characters mean; rich markup."""
-    from stowage.config.memory import format_size
     from stowage.planner.report import segments
     from stowage.planner.solve import TIERS
 

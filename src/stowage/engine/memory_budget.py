@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stowage.config.memory import AUTO, KV_AUTO_BYTES, KV_AUTO_PART, Memory, format_size
 from stowage.errors import BudgetError
+from stowage.weights.device_prefetcher import Carrier
+from stowage.weights.loading import Budget
 from stowage.weights.placement import parse_rules
-
-if TYPE_CHECKING:
-    from stowage.weights.device_prefetcher import Carrier
-    from stowage.weights.loading import Budget
-    from stowage.weights.source import WeightSource
+from stowage.weights.source import WeightSource
 
 _HIDDEN_COPIES, _INNER_COPIES, _LOGIT_COPIES, _BYTES = 8, 4, 3, 4
 """Float32 copies that are live at once, at most: of a token's hidden state, of its MLP activations, of its logits."""
@@ -27,8 +25,6 @@ def weights_budget(memory: Memory, carrier: Carrier | None, config: Any, adapter
     """What weights may take of ``memory`` (which is without the adapters'), for a model with ``config``. ``carrier``:
     what copies them to the device. It may be 0: placing then fails with what is needed.
     """
-    from stowage.weights.loading import Budget
-
     rules = parse_rules(memory.weights)
     scratch = (memory.disk_directory, memory.disk_bytes) if memory.disk_directory is not None else None
     if not memory.device_memory_bytes:

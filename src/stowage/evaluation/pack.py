@@ -31,6 +31,8 @@ from stowage.evaluation.calibration import Fitted
 from stowage.models import hub, layout, loading
 from stowage.models.directory import has_tokenizer, part_of
 from stowage.models.files import check_files
+from stowage.weights.loading import Budget
+from stowage.weights.placement import parse_rules
 from stowage.weights.quantized.codes import GROUPS, Form
 from stowage.weights.quantized.modules import FILE, METHOD, VERSION, Target, marked
 
@@ -303,9 +305,6 @@ def _give_name(part: Path, directory: Path) -> None:
 
 def _prove(part: Path) -> None:
     """Load the new checkpoint with all weights streamed, and compute a token with it."""
-    from stowage.weights.loading import Budget
-    from stowage.weights.placement import parse_rules
-
     try:
         loaded = loading.load(part, budget=lambda _config: Budget(rules=parse_rules("*=stream")))
     except ModelError as error:

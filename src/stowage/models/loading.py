@@ -15,6 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors import SafetensorError
+
 from stowage.config.wording import shown_value
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models import compat, identity, layout
@@ -23,14 +26,23 @@ from stowage.models.files import check_files, weight_files
 from stowage.models.hub import find
 from stowage.models.identity import FileMarks
 from stowage.models.multimodal import TextPart, as_plain, class_of, load_with, text_model, text_part
+from stowage.models.published.method import method_of
 from stowage.models.whole import towers, trial_inputs, whole_part
+from stowage.weights.checkpoint import Span
+from stowage.weights.gguf import splits_of
+from stowage.weights.loading import Budget, adopt
+from stowage.weights.loading import load as load_within
+from stowage.weights.lossless.readable import readable
 from stowage.weights.mapped_files import MappedFiles
+from stowage.weights.placement import Rule
+from stowage.weights.quantized import modules
+from stowage.weights.quantized.row_major import rearrange
+from stowage.weights.resident import ResidentMemory
+from stowage.weights.source import UncalledError, WeightSource
+from stowage.weights.weight_unit import Delivery
 
 if TYPE_CHECKING:
-    from stowage.weights.checkpoint import Span
-    from stowage.weights.loading import Budget
     from stowage.weights.quantized.published import Plan
-    from stowage.weights.source import WeightSource
 
 logger = logging.getLogger("stowage.models")
 _UNCALLED_MOST = 5
@@ -84,8 +96,6 @@ def load(
         return _in_memory(model, tokenizer, budget, device, whole)
     from stowage.models.gguf import checkpoint as gguf_file
     from stowage.weights.quantized.published import fill
-    from stowage.weights.quantized.row_major import rearrange
-    from stowage.weights.resident import ResidentMemory
 
     directory, on_cpu = find(str(model)), device is None or device.type == "cpu"
     if (gguf := gguf_file.file_in(directory)) is not None:
@@ -160,16 +170,12 @@ def _of_published(
     """A checkpoint that others quantised, as it lies; ``None`` where there is none, or where only Transformers can make
     numbers of it, which take memory, or a scratch file.
     """
-    import torch
-
     from stowage.models.published.checkpoint import dtype_of, expandable, finish, plan_of, refuse_unsaid
-    from stowage.models.published.method import method_of
-    from stowage.weights.quantized.modules import marked
     from stowage.weights.quantized.published import run_in
 
     method = method_of(part.config)
     if method is None:
-        if not marked(part.config):
+        if not modules.marked(part.config):
             refuse_unsaid(directory, files)
         return None
     meant = dtype_of(part.config, files, dtype)
@@ -197,7 +203,6 @@ def _of_published(
 
 def _of_gguf(path: Path, dtype: str, options: Mapping[str, Any], model_class: Any) -> _Found:
     from stowage.models.gguf.checkpoint import open_gguf
-    from stowage.weights.gguf import splits_of
 
     marks = FileMarks(splits_of(path))
     found = open_gguf(path)
@@ -214,11 +219,6 @@ def _placed(found: _Found, budget: Budget, name: str) -> tuple[Any, WeightSource
     """The model within ``budget``. Modules whose weights are used without calling them are found by trying, one at a
     time, and stay resident.
     """
-    from stowage.weights.loading import load as load_within
-    from stowage.weights.placement import Rule
-    from stowage.weights.source import UncalledError
-    from stowage.weights.weight_unit import Delivery
-
     for left in reversed(range(_UNCALLED_MOST)):
         built, source = load_within(found.files, found.build, budget, found.spans)
         try:
@@ -268,8 +268,6 @@ def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | Non
                 f"the model lies on {model.device} as a whole: to place its weights under a budget give its "
                 "checkpoint's directory instead of the model."
             )
-        from stowage.weights.loading import adopt
-
         source = adopt(model.eval(), budget(model.config))
         _name(source, name, model)
     return Loaded(model.eval(), tokenizer, name, kind, source, placeholders=part.placeholders, renamed=part.renamed)
@@ -285,8 +283,6 @@ def _name(source: WeightSource, name: str, model: Any) -> None:
 
 def _packed_files(directory: Path, config: Any, files: list[Path]) -> list[Path]:
     """Those of ``files`` that hold the weights: packed ones if the config says so. Raises CheckpointError."""
-    from stowage.weights.quantized import modules
-
     path = directory / modules.FILE
     if modules.marked(config):
         if path not in files:
@@ -303,12 +299,6 @@ def _packed_files(directory: Path, config: Any, files: list[Path]) -> list[Path]
 
 def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str, Any]) -> Any:
     """The model that Transformers builds of ``part``, whole. Raises CheckpointError."""
-    import torch
-    from safetensors import SafetensorError
-
-    from stowage.weights.lossless.readable import readable
-    from stowage.weights.quantized import modules
-
     if modules.marked(part.config):
         options = {**options, "variant": modules.VARIANT}
     try:
@@ -339,8 +329,6 @@ def load_planned(path: Path, part: TextPart, plan: Plan, dtype: str, options: Ma
 
     Raises CheckpointError.
     """
-    import torch
-
     from stowage.weights.quantized import published
 
     config = copy.deepcopy(part.config)

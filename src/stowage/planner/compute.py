@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stowage.core.geometry import Kind
 from stowage.planner import forwards, weight_speeds
 from stowage.planner.machine import INT8
 
@@ -49,7 +50,7 @@ def typical_s(job: Callable[[int], object], wait: Callable[[], object]) -> float
     return max(statistics.median(spans_s), 1e-9)
 
 
-def measure(say: Callable[[str], object], file: Path | None = None) -> dict[str, Any]:
+def measure(say: Callable[[str], object], file: Path | None) -> dict[str, Any]:
     """All speeds, as fields of ``Machine``. ``say`` reports progress; ``file`` is read while computing."""
     import torch
 
@@ -144,7 +145,6 @@ def attention(dtype: Any, device: Any, wait: Callable[[], object], *, int8: bool
 def _by_kernels(int8: bool, dtype: Any, device: Any) -> Callable[[int], object]:
     import torch
 
-    from stowage.core.geometry import Kind
     from stowage.executor.int8_activations import ROUNDED_FROM
     from stowage.executor.kernels import NEVER, AttentionRuns, attend
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stowage.core.geometry import Kind
 from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.models.files import weight_files
+from stowage.models.hub import find_config, find_gguf
 from stowage.planner import headers
 from stowage.planner.model_config import ITEM_BYTES, PACKED, Fields, read_config, run_dtype
 from stowage.planner.shapes import Attention, Kept, Layer, Model
@@ -34,7 +35,6 @@ def read_model(path: str | Path, dtype: str = "auto", *, on_cpu: bool = True) ->
     Raises ``CheckpointError``, ``UnsupportedModelError``, ``ConfigError``.
     """
     from stowage.models.directory import part_of, refuse_absurd
-    from stowage.models.hub import find_config, find_gguf
     from stowage.models.layout import refuse_unsupported
     from stowage.weights.quantized.published import run_in
 

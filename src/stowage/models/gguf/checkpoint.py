@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stowage.errors import CheckpointError
 from stowage.models.gguf import config as configs
 from stowage.models.gguf.ends import end_ids
@@ -44,14 +46,10 @@ class Gguf:
 
     def plan(self, dtype: str) -> Plan:
         """Where its parameters lie, when it is run in ``dtype``. Raises CheckpointError, UnsupportedModelError."""
-        import torch
-
         return plan_of(self.file, self.config, getattr(torch, dtype))
 
     def state(self, dtype: str) -> dict[str, Any]:
         """All parameters in memory, as numbers, under Transformers' names. Raises like `plan`."""
-        import torch
-
         return dict(self.plan(dtype).dequantized(self.paths, getattr(torch, dtype)))
 
     def finish(self, model: Any) -> Any:

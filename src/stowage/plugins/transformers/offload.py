@@ -14,7 +14,7 @@ from stowage.config import arguments
 from stowage.config.memory import RULES_MAX, parse_disk, parse_size, ram_total_bytes
 from stowage.config.wording import shown_value
 from stowage.errors import BudgetError, ConfigError, ModelError, UnsupportedModelError
-from stowage.weights.placement import parse_rules
+from stowage.weights.placement import more_for, parse_rules
 from stowage.weights.scratch_file import scratch_directory
 
 _OF_THE_HUB: Final[Mapping[str, str]] = {
@@ -101,7 +101,6 @@ def offload(
     from stowage.models import loading
     from stowage.models.adapters import read_all
     from stowage.weights.loading import Budget
-    from stowage.weights.placement import more_for
 
     in_memory = not isinstance(model, str | Path)
     if in_memory:
