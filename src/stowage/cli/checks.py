@@ -180,7 +180,7 @@ def check_budgets(settings: Settings) -> Check:
     return Check("budgets", "ok", text)
 
 
-def check_disk(disk: str, spelled: Callable[[str], str] = str) -> list[Check]:
+def check_disk(disk: str, spelled: Callable[[str], str]) -> list[Check]:
     """The cache directory: whose it is, who may read it, how much fits, and whether reads can bypass the page cache.
     ``spelled`` names settings as they were given.
     """

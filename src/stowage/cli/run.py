@@ -103,7 +103,7 @@ def _in_a_terminal() -> bool:
 
 @contextmanager
 def opened(
-    model: str, settings: Settings, adapter: str | dict[str, str] = "", chat_template: Path | None = None
+    model: str, settings: Settings, adapter: str | dict[str, str], chat_template: Path | None
 ) -> Iterator["Engine"]:
     """The engine for ``model`` and its adapters, closed at the end."""
     engine = open_engine(model, settings, adapter, chat_template)
@@ -125,9 +125,7 @@ def as_messages(engine: "Engine", texts: "list[str]") -> "list[Prompt]":
     return [[{"role": "user", "content": text}] for text in texts]
 
 
-def open_engine(
-    model: str, settings: Settings, adapter: str | dict[str, str] = "", chat_template: Path | None = None
-) -> "Engine":
+def open_engine(model: str, settings: Settings, adapter: str | dict[str, str], chat_template: Path | None) -> "Engine":
     """The engine for ``model`` and its adapters. Says on stderr what is happening. Raises ConfigError for a template
     that cannot be read.
     """

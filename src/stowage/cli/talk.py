@@ -18,7 +18,7 @@ _HELP = ("/help", "/?")
 
 
 def converse(
-    engine: "Engine", params: "SamplingParams", beginning: Iterable[dict[str, str]] = (), *, json: bool = False
+    engine: "Engine", params: "SamplingParams", beginning: Iterable[dict[str, str]] = (), *, json: bool
 ) -> None:
     """Answer lines from stdin until its end. ``beginning``: messages before the first."""
     if sys.stdin.isatty():

@@ -113,7 +113,7 @@ class Chain:
         """
         return self.feed(_little_endian_u32(tokens), media)
 
-    def feed(self, data: memoryview, media: Media = ()) -> list[bytes]:
+    def feed(self, data: memoryview, media: Media) -> list[bytes]:
         """As `extend`, of tokens as they are hashed: little-endian u32."""
         if media:
             self._add_media(media)

@@ -107,7 +107,7 @@ class Admissions:
         sequence.keys.extend(sequence.tokens, len(sequence.tokens))
         self._remote_lookup.ask(sequence.prefix, [sequence.keys], sequence.reusable_tokens - 1, self._clock())
 
-    def begin(self, sequence: Sequence, running: Items[Sequence], *, others_wait: bool = False) -> bool:
+    def begin(self, sequence: Sequence, running: Items[Sequence], *, others_wait: bool) -> bool:
         """Admit ``sequence``: RUNNING or LOADING afterwards. False, with nothing allocated, while blocks are missing;
         long sequences of ``running`` offload blocks to make room.
 

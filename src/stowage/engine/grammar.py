@@ -42,7 +42,7 @@ _SHOWN_CHARACTERS: Final = 300
 class GrammarState:
     """The grammar state of one answer; inactive while the model thinks."""
 
-    def __init__(self, matcher: Any, thinking: Thinking | None = None) -> None:
+    def __init__(self, matcher: Any, thinking: Thinking | None) -> None:
         self._matcher = matcher
         self._thinking = thinking
         self._thinks = thinking is not None and thinking.begun

@@ -24,7 +24,7 @@ class LogitsProcessors:
     """
 
     def __init__(
-        self, params: SamplingParams, prompt: Sequence[int], ends: frozenset[int], grammar: GrammarState | None = None
+        self, params: SamplingParams, prompt: Sequence[int], ends: frozenset[int], grammar: GrammarState | None
     ) -> None:
         self._grammar = grammar
         self._params = params

@@ -41,7 +41,7 @@ class Scheduler:
         long_context: LongContextSwap,
         max_num_batched_tokens: int,
         max_num_seqs: int,
-        pieces: Pieces = Pieces(),  # noqa: B008 - it never changes
+        pieces: Pieces,
     ) -> None:
         self._kv_manager = kv_manager
         self._admissions = admissions

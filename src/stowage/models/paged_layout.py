@@ -26,7 +26,7 @@ _FULL = ("full_attention", "hybrid")
 _RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 
 
-def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int, identity: str = "") -> ModelLayout:
+def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int, identity: str) -> ModelLayout:
     """Classify ``model``'s layers and lay out one block per group.
 
     Args:

@@ -21,7 +21,7 @@ from stowage.models.multimodal import TextPart, text_part
 _TEXT = "AutoModelForCausalLM"
 
 
-def whole_part(directory: Path, config: Any, model_class: Any = None) -> TextPart:
+def whole_part(directory: Path, config: Any, model_class: Any) -> TextPart:
     """What the checkpoint in ``directory`` is loaded as: ``model_class`` (a class of Transformers, or its name), else
     the class that its config.json names. ``AutoModelForCausalLM``: the text model alone. Raises ConfigError for what is
     no such class, CheckpointError where config.json names none that Transformers has.

@@ -38,7 +38,10 @@ def remembered(directory: Path | None = None) -> Machine | None:
 
 
 def measure(
-    directory: Path | None = None, *, say: Callable[[str], object] = lambda text: None, file_bytes: int = 0
+    directory: Path | None = None,
+    *,
+    say: Callable[[str], object] = lambda text: None,
+    file_bytes: int = storage.FILE_BYTES,
 ) -> Machine:
     """Measure this machine and the disk of ``directory`` (default: that of the cached file), and cache the result.
 
@@ -50,7 +53,7 @@ def measure(
     say("memory")
     memcpy_one, memcpy_all = (storage.memcpy_bytes_per_s(threads, _MEMORY_BYTES) for threads in (1, cores))
     say(f"the disk of {where}")
-    with storage.written(where, file_bytes or storage.FILE_BYTES) as (path, written_bytes_per_s):
+    with storage.written(where, file_bytes) as (path, written_bytes_per_s):
         reads = {depth: storage.read_bytes_per_s(path, depth) for depth in DEPTHS}
         buffered = storage.read_bytes_per_s(path, 1, direct=False)
         computed = _compute(say, path)

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from stowage.errors import DirectoryError
 from stowage.native.memory import pages
 
@@ -25,10 +27,8 @@ _READ_INTO_BYTES = 16 * MIB
 _ROUNDS = 3
 
 
-def memcpy_bytes_per_s(threads: int, nbytes: int = 128 * MIB) -> float:
+def memcpy_bytes_per_s(threads: int, nbytes: int) -> float:
     """Best rate of copying ``nbytes`` by each of ``threads`` threads at once, between buffers no cache holds."""
-    import numpy as np
-
     buffers = [(np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)) for _ in range(threads)]
     best_s = float("inf")
     for _ in range(_ROUNDS):
@@ -58,7 +58,7 @@ def _together(jobs: list[Callable[[], object]]) -> float:
 
 
 @contextmanager
-def written(directory: Path, nbytes: int = FILE_BYTES) -> Iterator[tuple[Path, float]]:
+def written(directory: Path, nbytes: int) -> Iterator[tuple[Path, float]]:
     """Context: a temporary file of random bytes in ``directory``, and the rate at which it was written and synced.
     Raises ``DirectoryError`` where it cannot be written.
     """

@@ -23,9 +23,7 @@ _SHARES_PER_JOB = 4
 """More than one, because replaying as many prompts may take longer."""
 
 
-def run(
-    trace: Trace, tasks: Sequence[Task], jobs: int, progress: Callable[[int, int], None] = lambda done, total: None
-) -> list[list[Report]]:
+def run(trace: Trace, tasks: Sequence[Task], jobs: int, progress: Callable[[int, int], None]) -> list[list[Report]]:
     """The reports of every task, in their order. `progress` is told prompts that have arrived, and in all.
 
     Raises StowageError when a process dies.

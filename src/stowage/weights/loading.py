@@ -59,7 +59,7 @@ class Budget:
 
 
 def load(
-    files: Sequence[Path], build: Callable[[], Any], budget: Budget, spans: Mapping[str, Sequence[Span]] | None = None
+    files: Sequence[Path], build: Callable[[], Any], budget: Budget, spans: Mapping[str, Sequence[Span]] | None
 ) -> tuple[Any, WeightSource]:
     """Call ``build``, which has Transformers load the model from ``files``. Returns the model and the source of its
     weights. ``spans``: where parameters lie whose bytes are used as they are in ``files``, by name; ``build`` need not

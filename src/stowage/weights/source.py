@@ -53,8 +53,8 @@ class WeightSource(Deliveries):
         loads: Sequence[Load],
         checkpoint: Checkpoint,
         scratch: ScratchFile | None,
-        carrier: Carrier | None = None,
-        host_buffers: HostBuffers | None = None,
+        carrier: Carrier | None,
+        host_buffers: HostBuffers | None,
     ) -> None:
         super().__init__(model, placement, loads, checkpoint, scratch, carrier, host_buffers)
         self.identity = ""

@@ -31,7 +31,7 @@ class Stack:
     apart: tuple[int, ...]
 
 
-def of_stack(x: Tensor, stack: BlockStack, int8: bool = False) -> list[Stack] | None:
+def of_stack(x: Tensor, stack: BlockStack, int8: bool) -> list[Stack] | None:
     """The pieces of ``stack`` as ``stacked`` takes them for inputs ``x``; ``None``: it does not. ``int8``: where they
     are of whole numbers, inputs are rounded to 8 bits.
     """

@@ -44,9 +44,7 @@ class Writer:
         self._layout = layout
         self._strategies = strategies
 
-    def write(
-        self, cache: Any, keys: Sequence[SequenceKeys], length: int, plain: int, *, states: bool = True
-    ) -> Written:
+    def write(self, cache: Any, keys: Sequence[SequenceKeys], length: int, plain: int, *, states: bool) -> Written:
         """Store what ``cache`` holds after ``length`` tokens of the first ``plain`` ones; one of ``keys`` per row.
         ``states``: of recurrent layers too.
         """

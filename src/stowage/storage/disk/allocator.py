@@ -68,7 +68,7 @@ class SegmentAllocator:
                 entries = self._directory.entries()
                 self._reclaim(entries, _sum(entries) - self._directory.limit_bytes, partly=True)
 
-    def create(self, segment_bytes: int, sealed: Set[SegmentName], timeout_s: float = LOCK_TIMEOUT_S) -> Created | None:
+    def create(self, segment_bytes: int, sealed: Set[SegmentName], timeout_s: float) -> Created | None:
         """A new segment that takes at most `segment_bytes`, or None if there is no room for it within the limit, or
         somebody has the directory's lock for longer than `timeout_s`.
 

@@ -37,9 +37,7 @@ class Packing:
     `meter` is told, unless there is none.
     """
 
-    def __init__(
-        self, payloads: list[memoryview], tried: list[bool], buffer: memoryview, meter: Meter | None = None
-    ) -> None:
+    def __init__(self, payloads: list[memoryview], tried: list[bool], buffer: memoryview, meter: Meter | None) -> None:
         self.payloads = payloads
         self.tried = tried
         self.buffer = buffer

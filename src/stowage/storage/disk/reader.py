@@ -80,7 +80,7 @@ class Reader:
         self._kept = name, file
         return file
 
-    def fetch(self, run: Run, memory: memoryview | None = None) -> Fetched:
+    def fetch(self, run: Run, memory: memoryview | None) -> Fetched:
         """Reads the run; packed chunks go into `memory`, which must be large enough. Never raises because of the disk
         or the file: `finish` returns the results.
         """

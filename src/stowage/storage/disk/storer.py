@@ -148,7 +148,7 @@ class Storer:
             self._counters.add("timed_out", len(transfer.keys))
             self._report(transfer, np.zeros(len(transfer.keys), np.bool_), "timed out in the queue")
 
-    def _report(self, transfer: Transfer, ok: NDArray[np.bool_], error: str = "") -> None:
+    def _report(self, transfer: Transfer, ok: NDArray[np.bool_], error: str) -> None:
         self._finish(Outcome(transfer.id, ok, transfer.masks.copy(), error))
         with self._lock:
             self._in_flight -= 1

@@ -118,7 +118,7 @@ class BlockRows(PackedMatrix):
 
     __slots__ = ("interleaved", "matrices")
 
-    def __init__(self, matrices: Sequence[BlockMatrix], interleaved: bool = False) -> None:
+    def __init__(self, matrices: Sequence[BlockMatrix], interleaved: bool) -> None:
         self.matrices, self.interleaved = tuple(matrices), interleaved
         self.values_dtype, self.transposed = matrices[0].values_dtype, matrices[0].transposed
 
@@ -206,7 +206,7 @@ def packings(model: nn.Module) -> list[Packing]:
     return [spec for module in model.modules() for spec in getattr(module, "block_specs", ())]
 
 
-def unpacking_bytes(model: nn.Module, dtype: torch.dtype, at_once: bool = False) -> int:
+def unpacking_bytes(model: nn.Module, dtype: torch.dtype, at_once: bool) -> int:
     """Memory in bytes that multiplying with inputs in ``dtype`` needs for dequantized weights where there are no
     kernels. ``at_once``: on a device, which may dequantize without further memory.
     """
@@ -230,7 +230,7 @@ def deinterleave_heads(values: Tensor, heads: int) -> Tensor:
     return values.reshape(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
 
 
-def joined(each: Sequence[Tensor], dim: int, interleaved: bool = False) -> Tensor:
+def joined(each: Sequence[Tensor], dim: int, interleaved: bool) -> Tensor:
     """Tensors of one shape concatenated along ``dim``, or, if ``interleaved``, alternating along it."""
     if not interleaved:
         return torch.cat(list(each), dim=dim)

@@ -100,7 +100,7 @@ class Form:
         piece = PAGE_BYTES if self.nbytes % PAGE_BYTES == 0 else self.nbytes
         return {"": ((self.nbytes // piece, piece) if stacked else (self.nbytes,), torch.uint8)}
 
-    def rows(self, on_gpu: bool = False) -> int:
+    def rows(self, on_gpu: bool) -> int:
         """Output channels that are unpacked at once; ``on_gpu``: on another device than the CPU."""
         return min(self.outputs, max(1, (_TILE_ELEMENTS_GPU if on_gpu else _TILE_ELEMENTS) // self.inputs))
 

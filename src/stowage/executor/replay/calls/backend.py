@@ -72,7 +72,7 @@ class ModelStep:
 class CallBackend:
     """Traces and replays ``model``, whose forwards run in ``mode``. ``weights``: delivers offloaded weights."""
 
-    def __init__(self, model: nn.Module, mode: RowInvariance | None, weights: WeightSource | None = None) -> None:
+    def __init__(self, model: nn.Module, mode: RowInvariance | None, weights: WeightSource | None) -> None:
         self._model = model
         self._mode = mode
         self._weights = weights

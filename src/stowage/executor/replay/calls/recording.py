@@ -126,9 +126,7 @@ class _Recording(TorchFunctionMode):
             return "it makes as much as a tensor says"
         return ""
 
-    def call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False
-    ) -> Any:
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Any:
         """Call ``function``, and trace it as one call; ``in_place``: as in ``one_call``."""
         token = _recording.set(None)
         try:

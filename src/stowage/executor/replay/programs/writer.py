@@ -170,7 +170,7 @@ class Writer:
     values that are views of the arena.
     """
 
-    def __init__(self, plan: ProgramPlan, kept: tuple[Tensor, ...] = (), rows: int = 0) -> None:
+    def __init__(self, plan: ProgramPlan, kept: tuple[Tensor, ...], rows: int = 0) -> None:
         self._plan, self._step, self._buffers, self._rows = plan, plan.step, plan.buffers, rows
         self._values = list(self._step.values)
         constants = self._buffers.used(CONSTANT)
