@@ -1,7 +1,14 @@
 """What is told when the hub gives no model: for each trouble what failed, why, and what to do, in one sentence each."""
 
 import errno
+import os
 import re
+import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import httpx
 import pytest
@@ -78,3 +85,34 @@ def test_it_is_told_what_failed_why_and_what_to_do(
 def test_offline_nobody_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "Unset HF_HUB_OFFLINE" in why_not("org/model", wrapped(httpx.ConnectError("x")))
+
+
+class _Busy(BaseHTTPRequestHandler):
+    """A hub that answers nothing but that it cannot."""
+
+    def __init__(self, asked: list[str], *args: object) -> None:
+        self.asked = asked
+        super().__init__(*args)  # type: ignore[arg-type]
+
+    def log_message(self, *_args: object) -> None:
+        """Nothing."""
+
+    def do_HEAD(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(503)
+        self.end_headers()
+
+
+def test_a_config_is_asked_for_once_where_the_hub_has_trouble(tmp_path: Path) -> None:
+    """Its client would ask again for half a minute."""
+    asked: list[str] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Busy, asked))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    code = "from stowage.models.hub import find_config; find_config('org/name')"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    server.shutdown()
+    server.server_close()
+    assert "answers with an error of its own (status 503). Try again later" in done.stderr
+    assert asked == ["/org/name/resolve/main/config.json"]

@@ -17,6 +17,7 @@ from torch import Tensor
 from stowage import CheckpointError, UnsupportedModelError
 from stowage.models import loading
 from stowage.planner.model import read_model
+from stowage.testing import tiny_models
 from tests.depth import mostly_rare
 from tests.weights import published_files as files
 from tests.weights.conftest import logits, prompt
@@ -270,6 +271,18 @@ def test_scales_that_are_no_numbers_are_told_as_such(tmp_path: Path) -> None:
     files.rewrite(published, {**state, name: torch.full_like(state[name], float("nan"))})
     with pytest.raises(CheckpointError, match="computes NaN, and no number, in bfloat16"):
         said(published)
+
+
+@pytest.mark.parametrize("stated", [["fp8"], "fp8", 8, True, []])
+def test_a_quantization_that_is_no_object_is_told_as_such(stated: Any, tmp_path: Path) -> None:
+    model = tiny_models.write("llama", tmp_path / "model", files.SIZE)
+    for entries in ({"quantization_config": stated}, {"text_config": {"quantization_config": stated}}):
+        config = json.loads((model / "config.json").read_text()) | entries
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "config.json").replace(model / "config.json")
+        for read in (loading.load, read_model):
+            with pytest.raises(CheckpointError, match=r"config\.json has .* as quantization_config\. It must be"):
+                read(model)
 
 
 def test_a_plan_of_a_checkpoint_that_lacks_a_file_says_so(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ _REASON_CHARACTERS = 200
 _MAKING = Lock()
 _LAYERS = re.compile(r'"(?:num_|n_)?(?:hidden_|encoder_|decoder_)?layers?"\s*:\s*(\d{5,})')
 """Ten thousand and more."""
+_PARTS = ("text_config", "llm_config")
 
 
 def part_of(path: Path) -> TextPart:
@@ -54,13 +55,26 @@ def config_of(file: Path) -> Any:
 
 
 def refuse_absurd(file: Path) -> None:
-    """Before a list of as many layers is made as a config says there are. Raises CheckpointError."""
+    """Before a list of as many layers is made as a config says there are, and where what it says of quantization is no
+    object. Raises CheckpointError.
+    """
     try:
-        found = _LAYERS.search(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        text = file.read_text(encoding="utf-8")
+        entries = json.loads(text)
+    except (OSError, ValueError, RecursionError):
         return  # that it cannot be read is said by whoever reads it
+    found = _LAYERS.search(text)
     if found is not None:
         raise CheckpointError(f"{file} says that the model has {found[1][:40]} layers; download it again.")
+    parts = (entries, *(entries.get(name) for name in _PARTS)) if isinstance(entries, dict) else ()
+    stated = [part["quantization_config"] for part in parts if isinstance(part, dict) and "quantization_config" in part]
+    wrong = next((one for one in stated if not isinstance(one, dict | None)), None)
+    if wrong is not None:
+        raise CheckpointError(
+            f"{file} has {json.dumps(wrong)[:40]} as quantization_config. It must be an object that says how "
+            'the weights are quantised, as {"quant_method": "fp8"}. Download config.json again, or remove the entry '
+            "where they are not quantised."
+        )
 
 
 def _config_of_architecture(file: Path) -> Any:

@@ -87,9 +87,7 @@ def find_config(name: str) -> Path:
     Raises ``CheckpointError``.
     """
     if not _is_local(name):
-        from huggingface_hub import hf_hub_download
-
-        return _from_hub(name, lambda: hf_hub_download(name, "config.json"))
+        return _from_hub(name, lambda: _download_config(name))
     directory = Path(name).expanduser()
     is_directory = directory.is_dir()
     path = directory / "config.json" if is_directory else directory
@@ -100,6 +98,15 @@ def find_config(name: str) -> Path:
             f"{wrong}. Give a directory with a config.json, such a file, or {_id_like(name)}; weights are not needed."
         )
     return path
+
+
+def _download_config(name: str) -> str:
+    """Where it is not here yet, it is asked for first: the download asks again and again, for half a minute."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+    if not constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    return hf_hub_download(name, "config.json")
 
 
 def find_gguf(name: str) -> Path | None:
