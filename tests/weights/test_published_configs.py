@@ -21,7 +21,7 @@ from stowage.testing import tiny_models
 from tests.depth import mostly_rare
 from tests.weights import published_files as files
 from tests.weights.conftest import logits, prompt
-from tests.weights.test_published import FP8, METHODS, compressed, int4, said, words
+from tests.weights.test_published import FP8, METHODS, compressed, int4, said, taken_by, words
 
 FLOAT = "float-quantized"
 BLOCKS: Mapping[str, tuple[Mapping[str, Any], Callable[..., Any]]] = {
@@ -313,6 +313,21 @@ def test_auto_round_writes_layouts_of_others(name: str, tmp_path: Path) -> None:
     files.rewrite(published, quantization_config=said_by_it | {"extra_config": {layer: {"bits": 4}}})
     assert said(published) == said(plain)
     files.rewrite(published, quantization_config=said_by_it)
+    (published / "model.safetensors").unlink()
+    assert read_model(published).total_bytes == pytest.approx(total, rel=1e-2), "by the config alone"
+
+
+@pytest.mark.parametrize("name", ["fp8-channels", "gptq-32"])
+def test_a_head_that_is_quantised_too_is_planned_as_such(name: str, tmp_path: Path) -> None:
+    _, stated, quantiser = METHODS[name]
+    method = stated | {"ignore": []} if name == "fp8-channels" else stated | {"lm_head": True}
+    published, plain = files.write(
+        "llama", tmp_path, method, quantiser, ("embed", "norm"), vocab_size=4096, tie_word_embeddings=False
+    )
+    model = loading.load(published).model
+    assert torch.equal(logits(model, prompt()), logits(loading.load(plain).model, prompt()))
+    total = read_model(published).total_bytes
+    assert total == taken_by(model)
     (published / "model.safetensors").unlink()
     assert read_model(published).total_bytes == pytest.approx(total, rel=1e-2), "by the config alone"
 

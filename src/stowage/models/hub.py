@@ -106,7 +106,7 @@ def _download_config(name: str) -> str:
 
     if not constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(name, "config.json"), str):
         get_hf_file_metadata(hf_hub_url(name, "config.json"))
-    return hf_hub_download(name, "config.json")
+    return str(hf_hub_download(name, "config.json"))
 
 
 def find_gguf(name: str) -> Path | None:

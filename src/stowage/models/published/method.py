@@ -157,12 +157,22 @@ class Method:
         left += [str(layer) for layer, changed in extra if _mapping(changed).get("bits") == _UNQUANTISED]
         if any(_matches(base, name) for name in left):
             return False
-        if base.rpartition(".")[2] in _HEAD or self.name in ("gptq", "awq"):
-            return bool(_LAYERS.search(f".{base}."))
+        is_layer = _LAYERS.search(f".{base}.") is not None
+        if base.rpartition(".")[2] in _HEAD and not (is_layer or self._takes_head):
+            return False
+        if self.name in ("gptq", "awq"):
+            return is_layer or self._takes_head
         if self.name == "modelopt":
             return bool(self._algorithm(base))
         targets = [target for group in self._groups() for target in _list(group.get("targets"))]
         return not targets or any(target == "Linear" or _matches(base, target) for target in targets)
+
+    @property
+    def _takes_head(self) -> bool:
+        """Whether the head is quantised where it is not named among what is left out: only some tools do so unasked."""
+        return self.name in ("compressed-tensors", "modelopt") or (
+            self.name == "gptq" and self.stated.get("lm_head") is True
+        )
 
     def _algorithms(self) -> dict[str, str]:
         """By layer, or for all of them, how ``modelopt`` has quantised them."""
