@@ -313,7 +313,7 @@ def test_two_engines_share_one_directory(engines, references, tmp_path):
     ask(first, references, "gemma3")
     assert first.flush()
     deadline_s = time.monotonic() + 20
-    while second.store.sources(0, []) is not None and time.monotonic() < deadline_s:
+    while second.store.sources([]) is not None and time.monotonic() < deadline_s:
         second.drop_device_cache()
         second.drop_host()
         if ask(second, references, "gemma3")["disk"] > 0:

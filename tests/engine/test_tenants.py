@@ -197,11 +197,11 @@ def test_the_store_tells_nothing_of_another_tenant(tmp_path):
         for some in wanted:
             store.commit(store.reserve(0, some, np.full(len(some), 15, np.uint64)))
             store.flush(5.0)
-        assert tier.lookup(wanted[0]).all() and (store.sources(0, wanted[-1]) == 0).all()
+        assert tier.lookup(wanted[0]).all() and (store.sources(wanted[-1]) == 0).all()
 
     def probe(some: object) -> float:
         began_s = time.perf_counter()
-        fetch = store.fetch([(0, some)], began_s + 5.0) if store.lookup(0, some).any() else None
+        fetch = store.fetch([(0, some)], began_s + 5.0) if store.lookup(some).any() else None
         while fetch is not None and not fetch.done:
             store.wait(0.1)
             store.poll()

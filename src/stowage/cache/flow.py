@@ -76,11 +76,11 @@ class Flow:
 
     # What is there
 
-    def lookup(self, group: int, keys: list[bytes], now_s: float) -> MaskArray:
+    def lookup(self, keys: list[bytes], now_s: float) -> MaskArray:
         """The valid blocks that a fetch of each key would bring, 0 where absent."""
-        return self.locate(group, keys, now_s)[0]
+        return self.locate(keys, now_s)[0]
 
-    def locate(self, group: int, keys: list[bytes], now_s: float) -> tuple[MaskArray, SourceArray]:
+    def locate(self, keys: list[bytes], now_s: float) -> tuple[MaskArray, SourceArray]:
         """`lookup` and `sources` in one call."""
         masks = self.ledger.lookup(keys)
         self.counters.lookups += len(keys)
@@ -88,7 +88,7 @@ class Flow:
             return masks, np.negative((masks == 0).view(np.int8))
         return self._lookup_tiers(keys, masks, now_s)
 
-    def sources(self, group: int, keys: list[bytes], now_s: float) -> SourceArray:
+    def sources(self, keys: list[bytes], now_s: float) -> SourceArray:
         """Where a fetch would take each key from: -1 absent, 0 host, i + 1 tier i."""
         return self._lookup_tiers(keys, self.ledger.lookup(keys), now_s)[1]
 

@@ -43,7 +43,7 @@ class RowKeys(Protocol):
 class ChunkFetcher(Protocol):
     """The part of ``TieredStore`` that is used here; a simulator has its own."""
 
-    def sources(self, group: int, keys: list[bytes]) -> SourceArray:
+    def sources(self, keys: list[bytes]) -> SourceArray:
         """Where a fetch would take each key from: -1 nowhere, 0 host, i + 1 tier i."""
         ...
 
@@ -152,7 +152,7 @@ class OverlappedLoad:
             else:
                 chunks.append([chunk for chunk in needed if (chunk + 1) * size > begin and chunk * size < stop])
         keys = [[row.of(group)[chunk] for chunk in wanted] for group, wanted in enumerate(chunks)]
-        sources = [self._store.sources(group, wanted) for group, wanted in enumerate(keys)]
+        sources = [self._store.sources(wanted) for wanted in keys]
         return Piece(begin, chunks, keys, self._bytes_of(sources))
 
     def _bytes_of(self, sources: Sequence[SourceArray]) -> dict[int, int]:

@@ -44,7 +44,7 @@ _NOWHERE: Final = np.zeros(0, np.int8)
 class ChunkStore(ChunkFetcher, Protocol):
     """The part of ``TieredStore`` that is used here; a simulator has its own."""
 
-    def locate(self, group: int, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
+    def locate(self, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
         """The valid blocks of each chunk, and where a fetch would take it from: -1 nowhere, 0 host, i + 1 tier i."""
         ...
 
@@ -163,7 +163,7 @@ class PrefixPlanner:
         if self._store is None:
             return _NOTHING, _NOWHERE
         keys = row.of(group)
-        masks, sources = self._store.locate(group, keys)
+        masks, sources = self._store.locate(keys)
         if request.refused:
             refused = np.fromiter((key in request.refused for key in keys), np.bool_, len(keys))
             masks, sources = np.where(refused, np.uint64(0), masks), np.where(refused, np.int8(-1), sources)

@@ -115,17 +115,17 @@ class TieredStore:
 
     # Look-up and fetch
 
-    def lookup(self, group: int, keys: list[bytes]) -> MaskArray:
+    def lookup(self, keys: list[bytes]) -> MaskArray:
         """The mask of valid blocks of each key, in host or in the first tier that has it; 0: absent."""
-        return self._flow.lookup(group, keys, self._clock())
+        return self._flow.lookup(keys, self._clock())
 
-    def sources(self, group: int, keys: list[bytes]) -> SourceArray:
+    def sources(self, keys: list[bytes]) -> SourceArray:
         """Where a fetch would take each key from: -1 absent, 0 host, i + 1 `tiers[i]`."""
-        return self._flow.sources(group, keys, self._clock())
+        return self._flow.sources(keys, self._clock())
 
-    def locate(self, group: int, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
+    def locate(self, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
         """`lookup` and `sources` in one call."""
-        return self._flow.locate(group, keys, self._clock())
+        return self._flow.locate(keys, self._clock())
 
     def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
         """Pin chunks that are in host and start to promote the rest: (group, keys) pairs, keys in prompt order.
@@ -161,7 +161,7 @@ class TieredStore:
         return [probe for tier in asked if (probe := tier.probe(inquiries)) is not None]
 
     def _inquiry(self, group: int, keys: list[bytes], now_s: float, certain: Certain | None) -> Inquiry | None:
-        absent = np.flatnonzero(self._flow.sources(group, keys, now_s) < 0)
+        absent = np.flatnonzero(self._flow.sources(keys, now_s) < 0)
         if not len(absent):
             return None
         geometry = self.geometry.groups[group]

@@ -93,17 +93,17 @@ class SimulatedStore:
 
     # What the planner asks
 
-    def locate(self, group: int, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
+    def locate(self, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
         """See `TieredStore`."""
-        masks, sources = self.flow.locate(group, keys, self.now_s)
+        masks, sources = self.flow.locate(keys, self.now_s)
         if self.unanswered:
             hidden = sources == len(self.tiers)
             masks, sources = np.where(hidden, np.uint64(0), masks), np.where(hidden, np.int8(-1), sources)
         return masks, sources
 
-    def sources(self, group: int, keys: list[bytes]) -> SourceArray:
+    def sources(self, keys: list[bytes]) -> SourceArray:
         """See `TieredStore`."""
-        return self.flow.sources(group, keys, self.now_s)
+        return self.flow.sources(keys, self.now_s)
 
     def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
         """See `TieredStore`."""

@@ -101,7 +101,7 @@ class Writer:
         chunks, masks = self._strategies[group.index].storable(plain, 0, table)
         every = keys.of(group.index)
         names = [every[chunk] for chunk in chunks.tolist()]
-        new = (self._store.sources(group.index, names) < 0) & (masks == group.full_mask)
+        new = (self._store.sources(names) < 0) & (masks == group.full_mask)
         if not new.any():
             return 0
         chunks, masks = chunks[new], masks[new]
@@ -125,9 +125,7 @@ class Writer:
 
     def _resumable(self, keys: Sequence[SequenceKeys], plain: int) -> int:
         masks = [
-            np.where(
-                self._store.sources(index, of_row.of(index)) >= 0, np.uint64(strategy.group.full_mask), np.uint64(0)
-            )
+            np.where(self._store.sources(of_row.of(index)) >= 0, np.uint64(strategy.group.full_mask), np.uint64(0))
             for of_row in keys
             for index, strategy in enumerate(self._strategies)
         ]

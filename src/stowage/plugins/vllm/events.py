@@ -100,7 +100,7 @@ class Announcements:
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
         keys = list(islice(self._there, _AUDIT_KEYS))
-        gone = np.flatnonzero(self._store.sources(self.group.index, keys) < 0)
+        gone = np.flatnonzero(self._store.sources(keys) < 0)
         hashes = [one for index in gone.tolist() for one in self._there.pop(keys[index])]
         for key in keys:
             if key in self._there:
