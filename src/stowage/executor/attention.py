@@ -11,8 +11,9 @@ build no masks. Reads the step from ``batch.current``. Never allocates blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -98,29 +99,23 @@ def paged_attention(
     views = group.pool.views[layer]
     flat = query.transpose(1, 2).reshape(batch * length, heads, width)
     scores = Scores(width**-0.5 if scaling is None else scaling, options.get("softcap"), options.get("s_aux"))
-    latent = group.pool.layout.layers[0].latent
+    ways = _OF_LATENTS if group.pool.layout.layers[0].latent else _OF_HEADS
     offloaded = group.pool.offloaded.get(layer)
-    tabled = _tabled_latent if latent else _tabled
     if isinstance(group.decode, Tables) and step.decodes == batch * length:
-        return tabled(module, flat, views, group.decode, scores).view(batch, length, heads, -1), None
+        return ways.tabled(module, flat, views, group.decode, scores).view(batch, length, heads, -1), None
     if group.runs is not None:
-        paged = _paged_latent if latent else _paged
-        return paged(module, flat, views, offloaded, group.runs, scores).view(batch, length, heads, -1), None
+        return ways.paged(module, flat, views, offloaded, group.runs, scores).view(batch, length, heads, -1), None
     out = flat.new_empty((batch * length, heads, value.shape[-1]))
     for stream in group.streams:
         assert offloaded is not None, "blocks are offloaded, and no host memory is known"
-        streamed = streamed_attention.attend_latent if latent else streamed_attention.attend
-        out[stream.begin : stream.end] = streamed(
-            module, flat[stream.begin : stream.end], views, offloaded, stream, scores
-        )
+        some = flat[stream.begin : stream.end]
+        out[stream.begin : stream.end] = ways.streamed(module, some, views, offloaded, stream, scores)
     if isinstance(group.decode, Tables):
-        out[: step.decodes] = tabled(module, flat[: step.decodes], views, group.decode, scores)
+        out[: step.decodes] = ways.tabled(module, flat[: step.decodes], views, group.decode, scores)
     elif group.decode is not None:
-        decode = _decode_latent if latent else _decode
-        out[: step.decodes] = decode(module, flat[: step.decodes], views, group.decode, scores)
+        out[: step.decodes] = ways.decode(module, flat[: step.decodes], views, group.decode, scores)
     for run in group.prefills:
-        prefill = _prefill_latent if latent else _prefill
-        out[run.begin : run.end] = prefill(module, flat[run.begin : run.end], views, run, scores)
+        out[run.begin : run.end] = ways.prefill(module, flat[run.begin : run.end], views, run, scores)
     return out.view(batch, length, heads, value.shape[-1]), None
 
 
@@ -205,3 +200,19 @@ def _prefill_latent(module: Any, query: Tensor, views: Views, run: PrefillStep, 
     causal = run.bias is None and run.keys > 1
     out = attend(query.transpose(0, 1)[None], keys, values, run.bias, scores, causal=causal)
     return out[0].transpose(0, 1)[..., :width]
+
+
+class _Ways(NamedTuple):
+    """How tokens attend: ``tabled`` single ones, by what their table names; ``paged`` all, by the kernels, which read
+    blocks where they lie; ``streamed`` a run with offloaded keys; ``decode`` single ones; ``prefill`` a run.
+    """
+
+    tabled: Callable[..., Tensor]
+    paged: Callable[..., Tensor]
+    streamed: Callable[..., Tensor]
+    decode: Callable[..., Tensor]
+    prefill: Callable[..., Tensor]
+
+
+_OF_HEADS = _Ways(_tabled, _paged, streamed_attention.attend, _decode, _prefill)
+_OF_LATENTS = _Ways(_tabled_latent, _paged_latent, streamed_attention.attend_latent, _decode_latent, _prefill_latent)
