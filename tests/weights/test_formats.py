@@ -174,7 +174,7 @@ def test_sizes_are_those_of_the_tensors() -> None:
 def test_matrices_are_what_their_formats_mean_and_are_multiplied_with_in_pieces(
     spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "_TILE_ELEMENTS", 1)
+    monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
     parts = parts_of(spec)
     expected = dequantized(spec, parts)
     assert bool(expected.isfinite().all()) and expected.std() > 0

@@ -13,6 +13,9 @@ from typing import Final
 
 from stowage.core.geometry import IntArray
 
+SPILL_BYTES_MAX: Final = 256 << 20
+HOST_SHARE: Final = 4
+"""The most bytes in flight to all lower tiers: so many, and no more than one part in so many of host memory."""
 TRANSFERS_MAX: Final = 4
 """Stores in flight per tier. More would only be smaller."""
 

@@ -25,6 +25,7 @@ from stowage.cache.keymap import After
 from stowage.cache.ledger import Ledger
 from stowage.cache.policy import POLICIES, POLICY_DEFAULT
 from stowage.cache.published_ledger import PublishedLedger
+from stowage.cache.spill_queue import HOST_SHARE, SPILL_BYTES_MAX
 from stowage.core.geometry import Geometry, IntArray, Kind, MaskArray, split_arena
 from stowage.core.prefix_search import Certain
 from stowage.errors import ConfigError
@@ -33,7 +34,6 @@ from stowage.storage.host import HostArena
 from stowage.storage.host_table import HostTable
 from stowage.storage.protocol import Inquiry, Probe, Probing, ReadOnly, Tier, Transfer, Waitable
 
-_SPILL_BYTES_MAX = 256 << 20
 _POLL_S = 0.002
 """Polling interval for tiers that cannot call `wake`."""
 
@@ -88,7 +88,7 @@ class TieredStore:
         self.arena = HostArena(self.slabs, shared=shared)
         self.tiers = tuple(tiers)
         if spill_bytes_max is None:
-            spill_bytes_max = min(_SPILL_BYTES_MAX, self.arena.bytes // 4)
+            spill_bytes_max = min(SPILL_BYTES_MAX, self.arena.bytes // HOST_SHARE)
         self._trouble = Trouble("stowage.store", clock)
         self._guarded = [
             Guarded(tier, self._trouble, partial(self._failed, number)) for number, tier in enumerate(self.tiers)

@@ -18,15 +18,13 @@ import numpy as np
 from stowage.cache.events import Discard, Fetch, SourceArray, StartLoad, StartStore
 from stowage.cache.flow import Flow
 from stowage.cache.policy import POLICIES
+from stowage.cache.spill_queue import HOST_SHARE, SPILL_BYTES_MAX
 from stowage.core.geometry import MaskArray
 from stowage.core.prefix_search import Certain
 from stowage.simulator.scenario import Scenario
 from stowage.simulator.tiers import Content, Landing, Tier
 from stowage.storage.protocol import Probe
 
-_SPILL_BYTES_MAX: Final = 256 << 20
-_SPILL_SHARE: Final = 4
-"""As in `cache/store.py`: the limit of bytes in flight to lower tiers, and the part of host memory that it may be."""
 _CHUNK_BYTES_MAX: Final = 1 << 20
 """The flow sees chunks as no longer than this, so that a transfer takes up to 32 of them: a trace's blocks are longer
 than an engine's chunks, and one transfer each would cost the simulation more than all the rest."""
@@ -83,8 +81,8 @@ class SimulatedStore:
         scale = -(-scenario.chunk_bytes // _CHUNK_BYTES_MAX)
         told = scenario.geometry(max(1, scenario.kv_bytes_per_token // scale))
         spill_bytes = min(
-            max(_SPILL_BYTES_MAX, 64 * scenario.chunk_bytes if scale > 1 else 0),
-            slab.slots * slab.slot_bytes // _SPILL_SHARE,
+            max(SPILL_BYTES_MAX, 64 * scenario.chunk_bytes if scale > 1 else 0),
+            slab.slots * slab.slot_bytes // HOST_SHARE,
         )
         indexes = [content.masks for content in contents]
         slab = replace(slab, slots=min(slab.slots, chunks_max + 1))  # slots that stay empty would cost memory

@@ -20,9 +20,8 @@ from stowage.cache.events import StartLoad, StartStore
 from stowage.core.geometry import BoolArray, MaskArray
 from stowage.core.table import make_rows
 from stowage.simulator.scenario import Link
+from stowage.storage.protocol import TRANSFERS_MAX
 
-TRANSFERS_MAX: Final = 64
-"""Loads, and stores, in flight in a tier; more are refused, as by the real tiers."""
 _FIELD_BYTES: Final = 8
 """Size of a row's fields: the minimum. They are not used."""
 _OWNER: Final = 0

@@ -25,10 +25,9 @@ from stowage.log import Trouble
 from stowage.storage.counters import TierCounters
 from stowage.storage.host_table import Layout, Reader, Snapshot, read_changes, read_header
 from stowage.storage.lease import Lease, Published, hold, published
-from stowage.storage.protocol import Inquiry, Outcome, Probe, Reporter, Transfer
+from stowage.storage.protocol import TRANSFERS_MAX, Inquiry, Outcome, Probe, Reporter, Transfer
 
 READERS_MAX: Final = 4
-TRANSFERS_MAX: Final = 64
 
 
 @dataclass(frozen=True)

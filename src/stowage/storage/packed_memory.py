@@ -28,9 +28,8 @@ from stowage.log import Trouble
 from stowage.storage.circular_log import CircularLog, Piece
 from stowage.storage.counters import TierCounters
 from stowage.storage.host import map_memory
-from stowage.storage.protocol import Outcome, Reporter, Transfer
+from stowage.storage.protocol import TRANSFERS_MAX, Outcome, Reporter, Transfer
 
-TRANSFERS_MAX: Final = 64
 LOADED_BYTES: Final = 4 << 20
 """A reader takes so many bytes of a load, or one longer chunk, at a time."""
 READERS_MAX: Final = 8

@@ -18,12 +18,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stowage.core.prefix_search import Certain
+
+TRANSFERS_MAX: Final = 64
+"""Loads, and stores, that a tier takes before it refuses more."""
 
 
 @dataclass(slots=True)

@@ -17,13 +17,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.cache.policy.base import NONE
 from stowage.cache.policy.history import History, Prints, fingerprints
 from stowage.cache.policy.lru import LRU
 from stowage.core.geometry import IntArray
 
 _ONCE, _AGAIN = 0, 1
 _OUT: Final = -1
-_NONE: IntArray = np.empty(0, np.int64)
 
 
 class ARC:
@@ -97,7 +97,7 @@ class ARC:
         return np.concatenate((first, second, self._take(_ONCE, count - len(first) - len(second))))
 
     def _take(self, order: int, count: int) -> IntArray:
-        slots = self._orders[order].victims(count) if count > 0 else _NONE
+        slots = self._orders[order].victims(count) if count > 0 else NONE
         self._lengths[order] -= len(slots)
         self._where[slots] = _OUT
         indices, replaced = self._history.put(self._print[slots])

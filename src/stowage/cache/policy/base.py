@@ -11,7 +11,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from stowage.core.geometry import IntArray
+
+NONE: IntArray = np.empty(0, np.int64)
+"""No slots."""
 
 
 class Policy(Protocol):

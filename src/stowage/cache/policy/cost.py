@@ -27,6 +27,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.cache.policy.base import NONE
 from stowage.cache.policy.hazard import NEVER, Floats, Hazard, age_bucket, best_rate, class_of
 from stowage.cache.policy.history import History, Prints, fingerprints
 from stowage.cache.policy.runs import HELD, OUT, Run, Runs
@@ -46,7 +47,6 @@ PAST: Final = np.dtype([("last", np.int64), ("gap", np.int32), ("uses", np.int16
 _PAST_GAP_MAX: Final = 1 << 30
 _PAST_USES_MAX: Final = 1 << 14
 """More is the same class."""
-_NONE: IntArray = np.empty(0, np.int64)
 _LEARNED: Final = object()
 
 
@@ -157,7 +157,7 @@ class CostAware:
         missing = count
         self._current = None
         while missing > 0:
-            some = self._take_listed(self._due, missing, childless=True) if self._due else _NONE
+            some = self._take_listed(self._due, missing, childless=True) if self._due else NONE
             if not len(some):
                 run = self._least_run()
                 if run is None:
@@ -169,7 +169,7 @@ class CostAware:
             taken.append(some)
             missing -= len(some)
         if not taken:
-            return _NONE
+            return NONE
         gone = np.concatenate(taken)
         self._remember(gone)
         return gone
@@ -225,7 +225,7 @@ class CostAware:
         leaves = int(needed[0]) if len(needed) else len(slots)
         if leaves == 0:
             self._hold(run, int(indices[0]))
-            return _NONE
+            return NONE
         run.begin = int(indices[leaves - 1]) + 1
         self._leave(slots[:leaves])
         return slots[:leaves]

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.cache.policy.base import NONE
 from stowage.cache.policy.history import History, Prints, fingerprints
 from stowage.cache.policy.lru import LRU
 from stowage.core.geometry import BoolArray, IntArray
@@ -24,7 +25,6 @@ _SMALL_SHARE: Final = 0.1
 _USES_MAX: Final = 3
 _USES_TO_STAY: Final = 2
 _SMALL, _MAIN = 0, 1
-_NONE: IntArray = np.empty(0, np.int64)
 
 
 class S3FIFO:
@@ -79,7 +79,7 @@ class S3FIFO:
                 gone = self._take_main(missing)
             taken.append(gone)
             missing -= len(gone)
-        return np.concatenate(taken) if taken else _NONE
+        return np.concatenate(taken) if taken else NONE
 
     def _take_small(self, count: int) -> IntArray:
         slots = self._pop(_SMALL, count)

@@ -30,7 +30,7 @@ from stowage.storage.disk.storer import Storer
 from stowage.storage.disk.system import System
 from stowage.storage.format.compression import Compression
 from stowage.storage.format.protection import Protection
-from stowage.storage.protocol import Outcome, Reporter, Transfer
+from stowage.storage.protocol import TRANSFERS_MAX, Outcome, Reporter, Transfer
 
 SEGMENT_BYTES: Final = 256 << 20
 SEGMENT_BYTES_SMALL: Final = 4 << 20
@@ -72,7 +72,7 @@ class DiskTier(Reporter):
         chunk_bytes_max: int = 0,
         readers: int = 16,
         direct: bool = True,
-        transfers_max: int = 64,
+        transfers_max: int = TRANSFERS_MAX,
         refresh_s: float = 1.0,
         patience_s: Callable[[int], float] = patience_s,
         protection: Protection | None = None,

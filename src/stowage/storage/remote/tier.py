@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from stowage.log import Trouble
 from stowage.storage.format.compression import Compression
 from stowage.storage.format.protection import Protection
-from stowage.storage.protocol import Inquiry, Probe, Reporter, Transfer
+from stowage.storage.protocol import TRANSFERS_MAX, Inquiry, Probe, Reporter, Transfer
 from stowage.storage.remote.backend import Backend
 from stowage.storage.remote.counters import Counters
 from stowage.storage.remote.event_loop import Worker
@@ -54,7 +54,7 @@ class RemoteTier(Reporter):
         protection: Protection | None = None,
         absent_s: float,
         request_timeout_s: float,
-        transfers_max: int = 64,
+        transfers_max: int = TRANSFERS_MAX,
         compression: str = Compression.AUTO,
         clock: Callable[[], float] = time.monotonic,
         random_bytes: Callable[[int], bytes] = os.urandom,

@@ -16,12 +16,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from stowage.weights.quantized.codes import Form, PackedMatrix
+from stowage.weights.quantized.codes import TILE_ELEMENTS, Form, PackedMatrix
 from stowage.weights.quantized.formats import Spec, dequantized, outputs_of, outputs_together, unpacks_at_once
 
 Packing = Spec | Form
 """How a matrix is packed: in a published format, or in a form of ours."""
-_TILE_ELEMENTS: Final = 1 << 19
 _TILE_ELEMENTS_AT_ONCE: Final = 1 << 26
 """Where dequantizing needs no memory besides its result: 128 MiB of bfloat16, so that all but some output layers are
 one product, with the same bits as a plain layer. 2^24 were no quicker on an H100."""
@@ -220,7 +219,7 @@ def unpacking_bytes(model: nn.Module, dtype: torch.dtype, at_once: bool) -> int:
 def _tile(spec: Spec, at_once: bool = False) -> int:
     """How many outputs are dequantized at a time."""
     together = outputs_together(spec)
-    return max(1, (_TILE_ELEMENTS_AT_ONCE if at_once else _TILE_ELEMENTS) // spec.inputs // together) * together
+    return max(1, (_TILE_ELEMENTS_AT_ONCE if at_once else TILE_ELEMENTS) // spec.inputs // together) * together
 
 
 def deinterleave_heads(values: Tensor, heads: int) -> Tensor:

@@ -33,7 +33,7 @@ from stowage.weights.quantized.grids import GRIDS
 GROUPS: Final = (32, 64, 128)
 FORMS: Final = ("int8", *(f"int4_{group}" for group in GROUPS), *ENCODED)
 _WHOLE_PAGES_FROM: Final = 64 << 10
-_TILE_ELEMENTS: Final = 1 << 19
+TILE_ELEMENTS: Final = 1 << 19
 """Unpacked at once: 2 MiB in float32. Less costs calls, more falls out of the cache (measured: 128 to 1,024 rows of
 2,048 are alike, 8,192 take twice as long)."""
 _TILE_ELEMENTS_GPU: Final = 1 << 24
@@ -102,7 +102,7 @@ class Form:
 
     def rows(self, on_gpu: bool) -> int:
         """Output channels that are unpacked at once; ``on_gpu``: on another device than the CPU."""
-        return min(self.outputs, max(1, (_TILE_ELEMENTS_GPU if on_gpu else _TILE_ELEMENTS) // self.inputs))
+        return min(self.outputs, max(1, (_TILE_ELEMENTS_GPU if on_gpu else TILE_ELEMENTS) // self.inputs))
 
     def pack(self, weight: Tensor, inputs: Inputs | None = None) -> Tensor:
         """The bytes of ``weight`` (outputs, inputs): uint8, (nbytes,). ``inputs``: what it is multiplied with, where
