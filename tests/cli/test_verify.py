@@ -138,7 +138,7 @@ def test_routers_that_choose_other_experts_after_rounding_are_no_other_model(tmp
 
 
 def test_fails_when_nothing_is_reused(call: Stowage, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(self: TieredStore, group: int, keys: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    def nothing(self: TieredStore, keys: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(len(keys), np.uint64), np.full(len(keys), -1, np.int8)
 
     monkeypatch.setattr(TieredStore, "locate", nothing)
