@@ -99,6 +99,7 @@ def test_right_ones_pass_in_bfloat16(family: str, tmp_path: Path) -> None:
     assert found.same and found.reference == "float32", found
 
 
+@pytest.mark.slow
 def test_states_that_are_rounded_more_often_are_no_other_model(tmp_path: Path) -> None:
     """MiniMax continues a state token by token and rounds it each time, as Transformers does in the same pieces; of a
     whole prompt it rounds once, and errors are half as large.

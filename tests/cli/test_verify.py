@@ -130,6 +130,7 @@ def test_fails_when_it_is_another_model(dtype: str, tiny_llama: Path, monkeypatc
     assert report.tiers and report.model is not None and not report.model.same and not report.parity
 
 
+@pytest.mark.slow
 def test_routers_that_choose_other_experts_after_rounding_are_no_other_model(tmp_path: Path) -> None:
     """Transformers computes gpt-oss alike to the bit in pieces, which says nothing of how far rounding carries."""
     source = tiny_models.write("gpt_oss", tmp_path / "model", tiny_models.TinySize(hidden=256), dtype="bfloat16")
