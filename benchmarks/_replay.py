@@ -103,7 +103,7 @@ def through_flow(prompts: list[Prompt], capacity: int, policy: MakePolicy) -> in
     hits = 0
     for prompt in prompts:
         keys = [names.setdefault(block, block.to_bytes(32, "little")) for block in prompt]
-        absent = np.flatnonzero(flow.lookup(keys, 0.0) == 0)
+        absent = np.flatnonzero(flow.locate(keys, 0.0)[0] == 0)
         found = int(absent[0]) if len(absent) else len(keys)
         hits += found
         fetch = flow.fetch([(0, keys[:found])], 1.0, 0.0)

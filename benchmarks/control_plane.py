@@ -68,7 +68,7 @@ def run_ours(policy: str) -> dict[str, float]:
     first, second = new_batches(KEYS), new_batches(KEYS)
     results = {"store": measure(lambda keys: store.commit(store.reserve(0, keys, masks)), first)}
     random.Random(0).shuffle(first)
-    results["lookup"] = measure(lambda keys: store.lookup(keys), first, anew=True)
+    results["lookup"] = measure(lambda keys: store.locate(keys)[0], first, anew=True)
     results["load"] = measure(lambda keys: store.release(store.fetch([(0, keys)], 0.0)), first)
     results["evicting_store"] = measure(lambda keys: store.commit(store.reserve(0, keys, masks)), second)
     stats = store.stats()

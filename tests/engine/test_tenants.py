@@ -201,7 +201,7 @@ def test_the_store_tells_nothing_of_another_tenant(tmp_path):
 
     def probe(some: object) -> float:
         began_s = time.perf_counter()
-        fetch = store.fetch([(0, some)], began_s + 5.0) if store.lookup(some).any() else None
+        fetch = store.fetch([(0, some)], began_s + 5.0) if store.locate(some)[0].any() else None
         while fetch is not None and not fetch.done:
             store.wait(0.1)
             store.poll()

@@ -62,7 +62,7 @@ class Engine:
         while not all(probe.done for probe in probes):
             self.store.wait(0.01)
             self.store.poll()
-        return [bool(mask) for mask in self.store.lookup([key_of(number) for number in numbers])]
+        return [bool(mask) for mask in self.store.locate([key_of(number) for number in numbers])[0]]
 
     def get(self, number: int) -> bytes | None:
         """Its bytes as they come; None when it is nowhere."""

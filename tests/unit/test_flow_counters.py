@@ -15,8 +15,8 @@ def test_what_is_taken_counts_where_it_came_from() -> None:
     at.held[1] = dict.fromkeys(keys(3, 4, 5, 6), FULL)
     at.store(1)
     for _ in range(2):
-        at.flow.lookup(keys(1, 2, 3, 4, 5, 9), 0.0)
-        at.flow.lookup(keys(1), 0.0)
+        at.flow.locate(keys(1, 2, 3, 4, 5, 9), 0.0)
+        at.flow.locate(keys(1), 0.0)
     at.flow.sources(keys(1, 2), 0.0)
     assert at.flow.hits.tolist() == [0, 0, 0] and at.flow.hits.dtype == np.int64
     for _ in range(2):
@@ -29,7 +29,7 @@ def test_what_is_taken_counts_where_it_came_from() -> None:
 def test_hits_without_lower_tiers() -> None:
     at = Setup(tiers=0)
     at.store(1)
-    assert at.flow.lookup(keys(1, 2), 0.0).tolist() == [FULL, 0]
+    assert at.flow.locate(keys(1, 2), 0.0)[0].tolist() == [FULL, 0]
     at.flow.fetch([(0, keys(1, 2))], 10.0, 0.0)
     assert at.flow.hits.tolist() == [1] and at.flow.stats()["lookups"] == 2
 
@@ -107,7 +107,7 @@ def test_a_mask_of_64_blocks_goes_through_whole() -> None:
     load = at.only(StartLoad)
     assert load.masks.tolist() == [odd] and load.masks.dtype == np.uint64
     at.flow.outcome(load.id, np.array([True]), load.masks, 1.0)
-    assert fetch.masks[0].tolist() == [odd] and at.flow.lookup(keys(1), 1.0).tolist() == [odd]
+    assert fetch.masks[0].tolist() == [odd] and at.flow.locate(keys(1), 1.0)[0].tolist() == [odd]
     at.flow.reserve(0, keys(2), masks([odd]))
     at.flow.commit(at.flow.ledger.find_in_flight(keys(2)), 1.0)
     store = at.only(StartStore)

@@ -18,7 +18,7 @@ def test_f2_a_failed_chunk_fails_alone_and_is_discarded() -> None:
     assert fetch.done and (fetch.slots[0] >= 0).tolist() == [True, False, True]
     assert fetch.sources[0].tolist() == [1, -1, 1] and fetch.masks[0].tolist() == [FULL, 0, FULL]
     assert at.actions() == [Discard(0, keys(2))]
-    assert at.flow.lookup(keys(1), 1.0).tolist() == [FULL]
+    assert at.flow.locate(keys(1), 1.0)[0].tolist() == [FULL]
 
 
 def test_f1_the_next_store_repairs_what_was_discarded() -> None:
@@ -44,13 +44,13 @@ def test_f6_a_hung_read_costs_its_deadline_and_keeps_its_slot() -> None:
     assert load.slots[0] not in at.flow.ledger.find(keys(2, 3)).tolist()
     at.flow.check()
     # Overdue: nobody waits for it again.
-    assert at.flow.lookup(keys(1), 11.0).tolist() == [0]
+    assert at.flow.locate(keys(1), 11.0)[0].tolist() == [0]
     again = at.flow.fetch([(0, keys(1))], 30.0, 11.0)
     assert again.done and again.slots[0].tolist() == [-1]
     # It comes in the end: good for others, and failing late is no reason to discard.
     at.flow.take_actions()
     at.answer(load, [True], now_s=12.0)
-    assert at.flow.lookup(keys(1), 12.0).tolist() == [FULL] and at.flow.stats()["timeouts"] == 1
+    assert at.flow.locate(keys(1), 12.0)[0].tolist() == [FULL] and at.flow.stats()["timeouts"] == 1
 
 
 @pytest.mark.parametrize("ended_s", [10.0, 10.5])
@@ -58,7 +58,7 @@ def test_a_failure_at_the_deadline_or_later_is_no_reason_to_discard(ended_s: flo
     at = Setup()
     _, load = at.loading(1)
     at.answer(load, [False], now_s=ended_s)
-    assert at.actions() == [] and at.flow.lookup(keys(1), 11.0).tolist() == [FULL]
+    assert at.actions() == [] and at.flow.locate(keys(1), 11.0)[0].tolist() == [FULL]
 
 
 def test_a_refused_load_is_no_reason_to_discard() -> None:
@@ -103,19 +103,19 @@ def test_a_tier_that_keeps_failing_is_left_alone_then_probed_once() -> None:
     at = Setup(slots=64)
     at.held[0] = dict.fromkeys(keys(*range(100)), FULL)
     for name in range(FAILURES_MAX):
-        assert at.flow.lookup(keys(50), 0.0).tolist() == [FULL]
+        assert at.flow.locate(keys(50), 0.0)[0].tolist() == [FULL]
         at.flow.fetch([(0, keys(name))], 10.0, 0.0)
         at.answer(at.flow.take_actions()[-1], [False])
-    assert at.flow.lookup(keys(50), 0.0).tolist() == [0] and at.flow.breakers[0].state(0.0) == "open"
+    assert at.flow.locate(keys(50), 0.0)[0].tolist() == [0] and at.flow.breakers[0].state(0.0) == "open"
     assert at.flow.fetch([(0, keys(50))], 10.0, 0.0).done
     at.flow.take_actions()
     at.store(200, 201)
     assert at.actions() == [] and at.flow.stats()["spills_dropped"] == 2
     # The probe: one flight, and nothing else until it is reported.
-    assert at.flow.lookup(keys(50), OPEN_S).tolist() == [FULL]
+    assert at.flow.locate(keys(50), OPEN_S)[0].tolist() == [FULL]
     at.flow.fetch([(0, keys(50))], OPEN_S + 10, OPEN_S)
     (probe,) = at.actions()
-    assert at.flow.lookup(keys(51), OPEN_S).tolist() == [0]
+    assert at.flow.locate(keys(51), OPEN_S)[0].tolist() == [0]
     at.answer(probe, [False], now_s=OPEN_S)
     assert at.flow.breakers[0].state(OPEN_S) == "open"
     at.flow.take_actions()
@@ -123,7 +123,7 @@ def test_a_tier_that_keeps_failing_is_left_alone_then_probed_once() -> None:
     (probe,) = at.actions()
     at.answer(probe, [True], now_s=2 * OPEN_S)
     assert at.flow.breakers[0].state(2 * OPEN_S) == "closed"
-    assert at.flow.lookup(keys(52), 2 * OPEN_S).tolist() == [FULL]
+    assert at.flow.locate(keys(52), 2 * OPEN_S)[0].tolist() == [FULL]
 
 
 def test_a_probe_is_one_transfer_even_of_a_long_fetch() -> None:
@@ -145,7 +145,7 @@ def test_hung_transfers_open_the_breaker_too() -> None:
     for name in range(FAILURES_MAX):
         at.flow.fetch([(0, keys(name))], 1.0, 0.0)
     at.flow.tick(1.0)
-    assert at.flow.lookup(keys(9), 1.0).tolist() == [0] and at.flow.counters.timeouts == FAILURES_MAX
+    assert at.flow.locate(keys(9), 1.0)[0].tolist() == [0] and at.flow.counters.timeouts == FAILURES_MAX
     at.flow.check()
 
 
@@ -174,7 +174,7 @@ def test_what_is_overdue_hides_nothing_else() -> None:
     at.flow.fetch([(0, keys(1))], 1.0, 0.0)
     at.flow.take_actions()
     at.flow.tick(1.0)
-    assert at.flow.lookup(keys(1, 2, 3), 1.0).tolist() == [0, FULL, 0]
+    assert at.flow.locate(keys(1, 2, 3), 1.0)[0].tolist() == [0, FULL, 0]
     fetch = at.flow.fetch([(0, keys(1, 2, 3))], 10.0, 1.0)
     load = at.only(StartLoad)
     assert load.keys == keys(2)
@@ -188,7 +188,7 @@ def test_a_tier_that_is_left_alone_does_not_hide_the_next_one() -> None:
     at.held[0], at.held[1] = dict.fromkeys(keys(1, 2), FULL), dict.fromkeys(keys(2, 3), 0b0011)
     for _ in range(FAILURES_MAX):
         at.flow.breakers[0].failed(0.0)
-    assert at.flow.lookup(keys(1, 2, 3), 0.0).tolist() == [0, 0b0011, 0b0011]
+    assert at.flow.locate(keys(1, 2, 3), 0.0)[0].tolist() == [0, 0b0011, 0b0011]
     assert at.flow.sources(keys(1, 2, 3), 0.0).tolist() == [-1, 2, 2]
     assert at.flow.sources(keys(1, 2, 3), OPEN_S).tolist() == [1, 1, 2]
 

@@ -250,7 +250,7 @@ def test_a_private_slot_that_is_named_is_the_chunks(there: tuple[int, ...], name
     for name, slot in kept.items():
         assert slot in [old for old, of in zip(slots.tolist(), names, strict=True) if of == name]
         assert set(store.payload(slot, 0)) == {name + 100}
-    assert (store.lookup(keys(*names, *there)) == FULL).all()
+    assert (store.locate(keys(*names, *there))[0] == FULL).all()
     assert store.stats()["chunks_pinned"] == 0
     store.check()
     store.close()
@@ -260,7 +260,7 @@ def test_an_aborted_store_is_not_found() -> None:
     store = TieredStore(GEOMETRY, HOST_BYTES)
     slots = store.reserve(0, keys(1), np.array([FULL], np.uint64))
     store.abort(slots)
-    assert store.lookup(keys(1)).tolist() == [0] and store.stats()["slab0.bytes_used"] == 0
+    assert store.locate(keys(1))[0].tolist() == [0] and store.stats()["slab0.bytes_used"] == 0
     store.close()
 
 
@@ -332,7 +332,7 @@ def test_chunks_of_several_prompts_and_groups_are_reserved_together() -> None:
         assert again[0] == -1 and sorted(again[1:] >= 0) == [False, True], "on its way; twice in one call"
         store.commit(slots)
         store.commit(again)
-        assert store.lookup(names).tolist() == [3, 3, 3, 3, 3, 0]
+        assert store.locate(names)[0].tolist() == [3, 3, 3, 3, 3, 0]
         assert store._flow.stats()["chunks_pinned"] == 0
         store.check()
     finally:

@@ -118,7 +118,7 @@ def test_the_breaker_of_a_tier(events: Callable[[], list[str]], caplog: pytest.L
     store = TieredStore(GEOMETRY, HOST_BYTES, [tier], clock=lambda: now[0])
 
     def put(name: str) -> None:
-        slots = store.reserve(0, keys_of(name), FULL * (store.lookup(keys_of(name)) + 1))
+        slots = store.reserve(0, keys_of(name), FULL * (store.locate(keys_of(name))[0] + 1))
         store.commit(slots)
         until_s = time.monotonic() + 30
         while not store.flush(0.0):

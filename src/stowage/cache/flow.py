@@ -76,12 +76,8 @@ class Flow:
 
     # What is there
 
-    def lookup(self, keys: list[bytes], now_s: float) -> MaskArray:
-        """The valid blocks that a fetch of each key would bring, 0 where absent."""
-        return self.locate(keys, now_s)[0]
-
     def locate(self, keys: list[bytes], now_s: float) -> tuple[MaskArray, SourceArray]:
-        """`lookup` and `sources` in one call."""
+        """The valid blocks that a fetch of each key would bring, 0 where absent, and `sources`."""
         masks = self.ledger.lookup(keys)
         self.counters.lookups += len(keys)
         if not self._indexes or np.count_nonzero(masks) == len(keys):

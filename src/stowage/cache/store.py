@@ -115,16 +115,12 @@ class TieredStore:
 
     # Look-up and fetch
 
-    def lookup(self, keys: list[bytes]) -> MaskArray:
-        """The mask of valid blocks of each key, in host or in the first tier that has it; 0: absent."""
-        return self._flow.lookup(keys, self._clock())
-
     def sources(self, keys: list[bytes]) -> SourceArray:
         """Where a fetch would take each key from: -1 absent, 0 host, i + 1 `tiers[i]`."""
         return self._flow.sources(keys, self._clock())
 
     def locate(self, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
-        """`lookup` and `sources` in one call."""
+        """The mask of valid blocks of each key, in host or in the first tier that has it, 0: absent; and `sources`."""
         return self._flow.locate(keys, self._clock())
 
     def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:

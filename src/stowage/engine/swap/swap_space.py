@@ -88,8 +88,8 @@ class SwapSpace:
             if chunk in needed:
                 needed[chunk] |= 1 << offset
         names = [keys[c] for c in complete]
-        here = store.sources(names) == 0
-        here &= (store.lookup(names) & np.array(list(needed.values()), np.uint64)) == list(needed.values())
+        held, sources = store.locate(names)
+        here = (sources == 0) & ((held & np.array(list(needed.values()), np.uint64)) == list(needed.values()))
         known = [c for c, present in zip(complete, here.tolist(), strict=True) if present]
         if not known:
             return {}, None

@@ -132,7 +132,7 @@ class Client:
 
     def _arrive(self, sequence: Sequence) -> Generator[None, None, bool]:
         """Fetch the longest prefix and copy it in. False: something of it failed, and is refused from now on."""
-        masks = [self._store.lookup(keys) for keys in sequence.keys]
+        masks = [self._store.locate(keys)[0] for keys in sequence.keys]
         for some, keys in zip(masks, sequence.keys, strict=True):
             some[[key in sequence.refused for key in keys]] = 0
         boundary = longest_boundary(self._strategies, masks, len(sequence.tokens), self._geometry.boundary_tokens)
