@@ -10,7 +10,6 @@
  *     floats     0     1     2     3                   4     5     6     7                   shifted up; cut off below: 8 to 15
  */
 
-/* Of `AVX2_LARGER` see tables_avx2.h. */
 #define AVX2_GROUPED(OF) OF(MXFP4, mxfp4, 16) OF(INT4_WORDS, int4, 16)
 #define AVX2_HAS_GROUPS(FORMAT) ((FORMAT) == MXFP4 || (FORMAT) == INT4_WORDS)
 
@@ -212,6 +211,12 @@ static inline ALWAYS unsigned avx2_is_odd(const uint8_t *half)
     ((FORMAT) == Q8_0                          ? avx2_is_odd(at)                                                       \
      : (FORMAT) == Q4_1 || (FORMAT) == Q5_1 ? avx2_is_odd(at) | avx2_is_odd((at) + 2)                                  \
                                                : 0)
+
+/* Floats that are numbers of bfloat16, of four codes after the other. */
+static inline ALWAYS __m256i avx2_pack_halves(__m256 first, __m256 second)
+{
+    return _mm256_packus_epi32(_mm256_srli_epi32((__m256i)first, 16), _mm256_srli_epi32((__m256i)second, 16));
+}
 
 /* Of a scale that is 2^16 times as large: codes less a zero point, which is a whole number. */
 static inline ALWAYS void avx2_numbers_of_group(float scale, const float *zero, Avx2Kept *to)

@@ -253,7 +253,8 @@ enum { SIGNED = 3 /* of whole numbers */, SMALL = 2, MEDIUM = 1, LARGE = 0 };
     OF(Q4_K, q4_k, bytes_q4_k, 2, LEAST, SMALL)                                                                        \
     OF(Q5_K, q5_k, bytes_q5_k, 2, LEAST, MEDIUM)                                                                       \
     OF(Q6_K, q6_k, bytes_q6_k, 2, TWO, MEDIUM)
-#define DYNAMIC_HERE(OF) DYNAMIC_BEGINS(OF) DYNAMIC_SUPER(OF) OF(MXFP4_BLOCK, mxfp4_block, 4 * bytes_mxfp4_block, 1, BIASED, MEDIUM)
+#define DYNAMIC_FP4_BLOCK(OF) OF(MXFP4_BLOCK, mxfp4_block, 4 * bytes_mxfp4_block, 1, BIASED, MEDIUM)
+#define DYNAMIC_HERE(OF) DYNAMIC_BEGINS(OF) DYNAMIC_SUPER(OF) DYNAMIC_FP4_BLOCK(OF)
 #define DYNAMIC_LAID(OF) OF(PLAIN, plain, 128, 1, BIASED, LARGE) DYNAMIC_PACKED4(OF)
 #define DYNAMIC_PACKED4(OF)                                                                                            \
     OF(PACKED4, packed4, 128, 1, LEAST, SMALL)                                                                         \

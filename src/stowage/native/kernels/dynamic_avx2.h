@@ -4,8 +4,8 @@
  * dynamic_avx2_tiles.h.
  */
 /* Inputs of 8 bits are not multiplied with these, but with AVX2 their numbers are made alike. */
-#define AVX2_NOT_LINEAR(OF) OF(IQ4_NL, iq4_nl, 4 * bytes_iq4_nl, 1, BIASED, LARGE)
-#define AVX2_LOOKED_UP(OF)                                                                                             \
+#define AVX2_NOT_LINEAR(OF)                                                                                            \
+    OF(IQ4_NL, iq4_nl, 4 * bytes_iq4_nl, 1, BIASED, LARGE)                                                             \
     OF(IQ4_XS, iq4_xs, bytes_iq4_xs, 2, BIASED, LARGE)                                                                 \
     OF(NVFP4, nvfp4, 64, 1, TWO, SIGNED)
 #define AVX2_SIGNED(OF)                                                                                                \
@@ -21,11 +21,6 @@
     OF(TQ2_0, tq2_0, bytes_tq2_0, 2, TWO, SIGNED)                                                                      \
     OF(Q1_0, q1_0, bytes_q1_0, 2, TWO, SIGNED)
 enum { AVX2_FEW = 8, AVX2_WIDE = 16, AVX2_TILE = 4, AVX2_AHEAD = 4096, AVX2_BYTES = DYNAMIC_GROUP + 8 }; /* of a group at most */
-
-static inline ALWAYS __m256i avx2_twice(const void *from)
-{
-    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)from));
-}
 
 static inline ALWAYS __m256 avx2_both(const float *first, const float *second)
 {
@@ -138,7 +133,7 @@ typedef struct {
     [FORMAT] = {B, P, K, S, {avx2_few_##format##1, avx2_few_##format##2, avx2_few_##format##4}, avx2_lay_##format},
 #define ONLY_NUMBERS(FORMAT, format, B, P, K, S) [FORMAT] = {.bytes = B, .per = P, .kind = K, .size = S},
 static const Avx2Ways avx2_ways[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF)
-                                                AVX2_NOT_LINEAR(ONLY_NUMBERS) AVX2_LOOKED_UP(ONLY_NUMBERS) AVX2_SIGNED(ONLY_NUMBERS)};
+                                                AVX2_NOT_LINEAR(ONLY_NUMBERS) AVX2_SIGNED(ONLY_NUMBERS)};
 #undef ONLY_NUMBERS
 #undef OF
 

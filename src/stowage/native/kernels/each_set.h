@@ -4,11 +4,11 @@
 #include "inputs_first.h"
 #if LANES == 8
 #include "codes_avx2.h"
+#include "scales_avx2.h"
 #include "dynamic_avx2.h"
 #include "dynamic_avx2_tiles.h"
-#include "tables_avx2.h"
-#include "blocks_avx2.h"
 #include "numbers_avx2.h"
+#include "blocks_avx2.h"
 #include "linear_avx2.h"
 #endif
 #include "formats.h"

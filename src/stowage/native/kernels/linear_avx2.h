@@ -1,31 +1,91 @@
-/* How matrices of numbers_avx2.h and tables_avx2.h are multiplied with one or two rows, and made numbers for more. */
+/* How matrices of numbers_avx2.h and blocks_avx2.h are multiplied with a few rows, and made numbers for more. */
 
 /* Whether they are computed so, and not one after the other. */
 static int avx2_has_numbers(const Linear *job)
 {
-    return avx2_ways_of(job, 0) != NULL && avx2_numbers_of[job->format].fill != NULL;
+    return avx2_ways_of(job, 0) != NULL && avx2_codes_of[job->format] != NULL;
 }
 
-/* How those of a piece are: INT4_WORDS also with zero points, which are not least values here. */
-static const Avx2Numbers *avx2_numbers_way(const Avx2Piece *piece)
+/* Eight scales, or zero points, of which `count` are there. */
+static inline ALWAYS __m256i avx2_eight_of(const uint8_t *from, int bytes, int64_t count)
 {
-    int64_t number = piece->ways - avx2_ways;
-    return avx2_numbers_of + (number == GPTQ ? INT4_WORDS : number);
+    uint8_t room[32] = {0};
+    if (count < 8)
+        from = memcpy(room, from, (size_t)(count * bytes));
+    return bytes == 4 ? avx2_32(from) : _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)from));
 }
 
-/* Of an output's blocks from input k on: scales, and beside them what `avx2_number` adds, or second scales, or zero points (which
+/* Whether `avx2_ready_words` takes these, of groups of 1, 2 or 4 blocks. */
+static inline int avx2_has_few_scales(const Coded *row, int64_t k)
+{
+    return (row->group == 32 || row->group == 64 || row->group == 128) && k % row->group == 0 && row->kind != SCALES_E8M0;
+}
+
+/* As `avx2_ready`. */
+static int avx2_ready_words(const Coded *row, int64_t k, int64_t blocks, float larger, float *scales, float *more)
+{
+    int64_t alike = row->group / DYNAMIC_BLOCK, first = k / DYNAMIC_BLOCK / alike, groups = (blocks + alike - 1) / alike;
+    int bytes = scale_bytes[row->kind];
+    __m256i which = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), zero = _mm256_set1_epi32(8);
+    __m256 odd = _mm256_setzero_ps(), none = odd, sign = _mm256_set1_ps(-0.0f);
+    for (int64_t g = 0; g < groups; g += 8) {
+        int64_t count = groups < 8 ? groups : 8;
+        g = g <= groups - count ? g : groups - count; /* some of the last eight again */
+        __m256i v = avx2_eight_of(row->scales + (first + g) * bytes, bytes, count);
+        __m256 scale = avx2_floats_of(row->kind, v), own = _mm256_andnot_ps(sign, scale);
+        if (row->zeros != NULL) {
+            zero = _mm256_srli_epi32(avx2_eight_of(row->zeros + 4 * (first + g), 4, count), row->zero_shift);
+            zero = _mm256_and_si256(zero, _mm256_set1_epi32(15));
+        }
+        odd = _mm256_or_ps(odd, _mm256_cmp_ps(own, _mm256_set1_ps(0x1p79f), _CMP_NLT_UQ));
+        odd = _mm256_or_ps(odd, _mm256_and_ps(_mm256_cmp_ps(own, _mm256_set1_ps(0x1p-120f), _CMP_NGT_UQ),
+                                              _mm256_cmp_ps(own, none, _CMP_NEQ_UQ)));
+        scale = _mm256_mul_ps(scale, _mm256_set1_ps(larger));
+        for (int64_t i = 0; i < alike; i++) { /* each as often as it has blocks */
+            __m256i from = _mm256_srl_epi32(_mm256_add_epi32(which, _mm256_set1_epi32(8 * (int)i)), _mm_cvtsi32_si128((int)alike / 2));
+            _mm256_storeu_ps(scales + g * alike + 8 * i, _mm256_permutevar8x32_ps(scale, from));
+            _mm256_storeu_si256((__m256i *)(more + g * alike + 8 * i), _mm256_permutevar8x32_epi32(zero, from));
+        }
+    }
+    for (int64_t b = blocks; b % 4; b++) /* of no inputs */
+        scales[b] = 0, more[b] = float_of(8);
+    return _mm256_testz_ps(odd, odd);
+}
+
+/* Those of Q4_K, Q5_K and Q6_K, which are numbers if their halves are. */
+static inline int avx2_has_super_scales(int format)
+{
+    return format == Q4_K || format == Q5_K || format == Q6_K;
+}
+
+static int avx2_ready_super(int format, const uint8_t *at, int64_t blocks, float larger, float *scales, float *more)
+{
+    unsigned odd = 0;
+    for (int64_t b = 0; b < blocks; b += 8, at += block_bytes_of[format])
+        if (format == Q6_K) {
+            avx2_scales_6(at, larger, scales + b, more + b);
+            odd |= avx2_is_odd(at + 208);
+        } else {
+            avx2_scales_k(at, larger, scales + b, more + b);
+            odd |= avx2_is_odd(at) | avx2_is_odd(at + 2);
+        }
+    return !odd;
+}
+
+/* Of an output's blocks from input k on: scales, and beside them what is added, or second scales, or zero points (which
  * are whole numbers); of numbers that are `rounded` for `avx2_nearest_half`. 0: not all are below 2^79, or numbers may be below
  * the normal ones, which are not rounded as they are. */
 static int avx2_ready(const Linear *job, const Coded *row, int64_t k, int64_t blocks, int rounded, float *scales, float *more)
 {
-    if (LONG(job->format) && avx2_has_few_scales(row, k))
+    if (job->format == INT4_WORDS && avx2_has_few_scales(row, k))
         return avx2_ready_words(row, k, blocks, rounded ? AVX2_LARGER : 1, scales, more);
-    int words = LONG(job->format), biased = words || avx2_ways[job->format].kind == BIASED;
+    if (avx2_has_super_scales(job->format))
+        return avx2_ready_super(job->format, dynamic_block(job->format, row, k), blocks, rounded ? AVX2_LARGER : 1, scales, more);
+    int words = job->format == INT4_WORDS, biased = words || avx2_ways[job->format].kind == BIASED;
     __m256 sign = _mm256_set1_ps(-0.0f), most = _mm256_set1_ps(0x1p79f), odd = _mm256_setzero_ps(), none = odd;
-    __m256 larger = _mm256_set1_ps(rounded && !EXACT(job->format) ? AVX2_LARGER : 1);
+    __m256 larger = _mm256_set1_ps(rounded ? AVX2_LARGER : 1);
     __m256i zero = _mm256_set1_epi32(8);
     __m256 least = _mm256_set1_ps(words || job->format == NVFP4 ? 0x1p-120f : 0);
-    __m256 less = _mm256_set1_ps(LESS(job->format, avx2_ways[job->format].size));
     avx2_scales(job, row, k, blocks, scales, more);
     for (int64_t b = blocks; b % 8; b++)
         scales[b] = more[b] = 0;
@@ -38,8 +98,7 @@ static int avx2_ready(const Linear *job, const Coded *row, int64_t k, int64_t bl
         }
         scale = _mm256_mul_ps(scale, larger);
         _mm256_storeu_ps(scales + b, scale);
-        other = biased ? _mm256_mul_ps(scale, less) : _mm256_mul_ps(other, larger);
-        _mm256_storeu_ps(more + b, words ? (__m256)zero : other);
+        _mm256_storeu_ps(more + b, words ? (__m256)zero : _mm256_mul_ps(other, larger));
     }
     for (int64_t b = 0, group = k / row->group, end; words && row->zeros != NULL && b < blocks; group++) {
         end = (group + 1) * row->group - k;
@@ -78,92 +137,95 @@ static int64_t avx2_decode_floats(const Linear *job, const Coded *row, int64_t k
     return k - begin;
 }
 
+/* How numbers of a matrix are made. Those that are short enough are not rounded. */
+static const Avx2Numbers *avx2_numbers(const Linear *job)
+{
+    int rounded = job->form != FLOAT32 && job->format != MXFP4 && job->format != MXFP4_BLOCK;
+    DynamicKind kind = job->format == INT4_WORDS ? BIASED : avx2_ways[job->format].kind;
+    return avx2_numbers_of + 2 * kind + rounded;
+}
+
+/* Inputs from k on, and the pieces of their groups. */
+typedef struct {
+    int64_t k, blocks;
+    int count;
+    Avx2Piece pieces[4];
+} Avx2Pieces;
+
+static Avx2Pieces avx2_pieces_from(const Linear *job, int64_t k, int64_t blocks)
+{
+    Avx2Pieces found = {.k = k, .blocks = blocks};
+    found.count = avx2_pieces(job, k, blocks * DYNAMIC_BLOCK, found.pieces);
+    return found;
+}
+
+/* Lays them out of output n, as output i of those laid out. 0: see `avx2_ready`. */
+static int avx2_lay_codes(const Linear *job, int64_t n, const Avx2Pieces *from, int i, Avx2Laid *to)
+{
+    Coded row = coded_row(job, n);
+    uint8_t room[AVX2_BYTES];
+    int rounded = job->form != FLOAT32 && job->format != MXFP4 && job->format != MXFP4_BLOCK;
+    if (!avx2_ready(job, &row, from->k, from->blocks, rounded, to->scales[i], to->more[i]))
+        return 0;
+    for (const Avx2Piece *piece = from->pieces; piece < from->pieces + from->count; piece++) {
+        int64_t first = piece->first - from->k / DYNAMIC_GROUP;
+        int format = piece->ways == avx2_ways + FORMATS_END ? FORMATS_END : job->format;
+        avx2_codes_of[format](avx2_brought(job, piece, n, 1, room), piece->count, to->more[i] + 4 * first,
+                              to->codes[i] + first * DYNAMIC_GROUP);
+    }
+    return 1;
+}
+
 /* As `decode` of at most DEPTH inputs, where their codes are whole numbers, or short floats: how many were done. */
 static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_t end, float *to)
 {
-    float scales[DEPTH / DYNAMIC_BLOCK], more[DEPTH / DYNAMIC_BLOCK];
-    uint8_t room[AVX2_BYTES];
     Coded row = coded_row(job, n);
     int64_t blocks = (end - k) / DYNAMIC_BLOCK;
-    Avx2Piece pieces[4];
+    Avx2Laid laid;
     if (job->format == FP8 || job->format == F16)
         return avx2_decode_floats(job, &row, k, end, to);
     const Avx2BlockWays *ways = job->form == FLOAT32 ? NULL : avx2_blocks_of(job, 1);
     if (ways != NULL && ways->fill != NULL)
         return ways->fill(row.w + k / DYNAMIC_BLOCK * ways->bytes, blocks, to) ? 0 : blocks * DYNAMIC_BLOCK;
-    if (!avx2_has_numbers(job) || !avx2_ready(job, &row, k, blocks, job->form != FLOAT32, scales, more))
+    if (!avx2_has_numbers(job))
         return 0;
-    int count = avx2_pieces(job, k, blocks * DYNAMIC_BLOCK, pieces);
-    for (const Avx2Piece *piece = pieces; piece < pieces + count; piece++) {
-        int64_t b = 4 * piece->first - k / DYNAMIC_BLOCK;
-        int64_t own = piece->left ? blocks % 4 : 4 * piece->count;
-        avx2_numbers_way(piece)->fill(avx2_brought(job, piece, n, 1, room), own, scales + b, more + b, job->form != FLOAT32,
-                                      to + b * DYNAMIC_BLOCK);
-    }
+    Avx2Pieces from = avx2_pieces_from(job, k, blocks);
+    if (!avx2_lay_codes(job, n, &from, 0, &laid))
+        return 0;
+    avx2_numbers(job)->fill(&laid, blocks, to);
     return blocks * DYNAMIC_BLOCK;
 }
 
-/* Whether `avx2_dots` may multiply it with so many rows: numbers are rounded, and made of whole codes. Of more rows numbers are
- * made once and read again. */
+/* Whether `avx2_dots` may multiply it with so many rows. Of more rows numbers are made once and read again. */
 static int avx2_has_dots(const Linear *job, int64_t rows)
 {
-    return rows <= AVX2_ROWS && job->form != FLOAT32 && avx2_has_numbers(job) && avx2_numbers_of[job->format].dots[0] != NULL;
+    return rows <= AVX2_ROWS && avx2_has_numbers(job);
 }
 
-/* The pieces of inputs from k on: of short rows those of one output are those of all. */
-typedef struct {
-    int64_t k;
-    int count;
-    Avx2Piece pieces[4];
-} Avx2Pieces;
-
-/* Inputs from k on, of at most DEPTH, of one or two rows times the outputs n and n + wide - 1 in a block format, whose numbers
- * stay in registers; see linear.h for the order of sums. 0: it is not for these. */
-static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, int64_t wide, int64_t k, Avx2Pieces *known)
+/* Inputs from k on, of at most DEPTH, of a few rows times outputs [n, n + count) in a block format, two of which are laid out at a
+ * time; see linear.h for the order of sums. How many outputs were done before some that are not for this. */
+static int64_t avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, int64_t count, int64_t k)
 {
-    float room[4][DEPTH / DYNAMIC_BLOCK];
-    uint8_t brought[4][2][AVX2_BYTES];
-    float edge[AVX2_ROWS * DYNAMIC_GROUP];
+    Avx2Laid laid;
     __m256 kept[2 * AVX2_ROWS];
-    int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH, left = depth % DYNAMIC_GROUP / DYNAMIC_BLOCK;
-    const uint8_t *at[4][2];
+    int64_t depth = job->inputs - k < DEPTH ? job->inputs - k : DEPTH;
     if (depth % DYNAMIC_BLOCK != 0)
         return 0;
-    if (known->k != k)
-        *known = (Avx2Pieces){.k = k}, known->count = avx2_pieces(job, k, depth, known->pieces);
-    const Avx2Piece *pieces = known->pieces;
-    int count = known->count;
-    for (int i = 0; i < 2; i++) {
-        int64_t own = n + (i < wide ? i : 0);
-        Coded coded = coded_row(job, own);
-        if (!avx2_ready(job, &coded, k, depth / DYNAMIC_BLOCK, 1, room[i], room[2 + i]))
-            return 0;
-        int copied = left != 2 || own + 1 == job->outputs; /* else the next row's bytes are read, not used */
-        for (int p = 0; p < count; p++)
-            at[p][i] = avx2_brought(job, pieces + p, own, copied, brought[p][i]);
-    }
-    UNROLLED for (int i = 0; i < 2 * AVX2_ROWS; i++)
-        kept[i] = _mm256_setzero_ps();
-    for (int p = 0; p < count; p++) {
-        const Avx2Numbers *way = avx2_numbers_way(pieces + p);
-        int64_t first = pieces[p].first - k / DYNAMIC_GROUP, x_row = job->x_row, half = pieces[p].left && left == 2;
-        const float *x = (const float *)job->x + row * x_row + k + first * DYNAMIC_GROUP, *scales[4];
-        for (int i = 0; i < 4; i++)
-            scales[i] = room[i] + 4 * first;
-        if (pieces[p].left && !half) {
-            memset(edge, 0, sizeof edge);
-            for (int64_t r = 0; r < rows; r++)
-                memcpy(edge + r * DYNAMIC_GROUP, x + r * x_row, (size_t)left * 128);
-            x = edge, x_row = DYNAMIC_GROUP;
+    Avx2Pieces from = avx2_pieces_from(job, k, depth / DYNAMIC_BLOCK);
+    const Avx2Numbers *numbers = avx2_numbers(job);
+    for (int64_t c = 0, wide; c < count; c += wide) {
+        wide = count - c < 2 ? 1 : 2;
+        for (int i = 0; i < 2; i++)
+            if (!avx2_lay_codes(job, n + c + (i < wide ? i : 0), &from, i, &laid))
+                return c;
+        numbers->dots[rows - 1]((const float *)job->x + row * job->x_row + k, job->x_row, &laid, from.blocks, kept);
+        for (int64_t i = 0; i < 2 * rows; i++) {
+            float *to = (float *)job->y + (row + i / 2) * job->outputs + n + c + i % 2, sum = avx2_total(kept[i]);
+            if (i % 2 < wide)
+                *to = k == 0 ? sum : *to + sum;
         }
-        way->dots[rows - 1](x, x_row, at[p], half ? 0 : pieces[p].count, (int)half, scales, kept);
     }
-    for (int64_t i = 0; i < 2 * rows; i++) {
-        float *to = (float *)job->y + (row + i / 2) * job->outputs + n + i % 2, sum = avx2_total(kept[i]);
-        if (i % 2 < wide)
-            *to = k == 0 ? sum : *to + sum;
-    }
-    return 1;
+    return count;
 }
 
 enum { AVX2_STRIP = 12, AVX2_GROUPS = DEPTH / DYNAMIC_BLOCK };
@@ -214,7 +276,4 @@ static int avx2_blocks(const Linear *job, const Avx2BlockWays *ways, int64_t row
     }
     return !odd;
 }
-#undef EXACT
-#undef LESS
-#undef LONG
 #undef AVX2_LARGER
