@@ -107,7 +107,7 @@ def test_nvfp4_of_half_a_block_is_left_to_the_reference() -> None:
 def test_scales_of_infinity_give_what_dequantized_weights_give(
     instructions: None, name: str, infinite: slice, block: int
 ) -> None:
-    """Sums of one sign are infinite, not NaN, as rounding in a shorter way would leave them; and others are summed once."""
+    """Sums of one sign are infinite, not NaN, as rounding in a shorter way would leave them; others are summed once."""
     spec = Spec(name, 5, 2048)
     parts = parts_of(spec)
     (blocks,) = parts.values()

@@ -3,7 +3,7 @@
 /* Whether they are computed so, and not one after the other. */
 static int avx2_has_numbers(const Linear *job)
 {
-    return avx2_ways_of(job, 0) != NULL && avx2_codes_of[job->format] != NULL;
+    return avx2_ways_of(job, 0) != NULL && (avx2_codes_of[job->format] != NULL || job->format == FP8 || job->format == F16);
 }
 
 /* Eight scales, or zero points, of which `count` are there. */
@@ -108,33 +108,32 @@ static int avx2_ready(const Linear *job, const Coded *row, int64_t k, int64_t bl
     return _mm256_testz_ps(odd, odd);
 }
 
-/* Floats of 8 and 16 bits, 32 at a time: how many were done before some that are no usual numbers. A float of 8 bits (e4m3) is
- * one of 16 times 2^8. */
-static int64_t avx2_decode_floats(const Linear *job, const Coded *row, int64_t k, int64_t end, float *to)
+/* Lays out floats of 16 bits, or of 8 (e4m3), each of which is one of 16 times 2^8; scales of floats that are `rounded` for
+ * `avx2_nearest_half`. 0: not all are usual numbers. */
+static int avx2_lay_floats(const Linear *job, const Coded *row, int64_t k, int64_t blocks, int rounded, int i, Avx2Laid *to)
 {
-    int64_t begin = k;
     int bytes = job->format == FP8;
-    for (; k + 32 <= end; k += 32, to += 32) {
-        const uint8_t *at = row->w + (bytes ? k : 2 * k);
-        float own = bytes ? scale_of(row, k / row->group) : 1;
-        __m256i odd = _mm256_setzero_si256(), all = bytes ? _mm256_set1_epi8(0x7f) : _mm256_set1_epi16(0x7c00);
-        for (int i = 0; i < (bytes ? 1 : 2); i++) {
-            __m256i v = _mm256_and_si256(avx2_32(at + 32 * i), all);
-            odd = _mm256_or_si256(odd, bytes ? _mm256_cmpeq_epi8(v, all) : _mm256_cmpeq_epi16(v, all));
+    const uint8_t *at = row->w + (bytes ? k : 2 * k);
+    __m256i odd = _mm256_setzero_si256(), all = _mm256_set1_epi16(bytes ? 0x3f80 : 0x7c00);
+    __m256i *halves = (__m256i *)to->of[i].halves;
+    float larger = (rounded ? AVX2_LARGER : 1) * (bytes ? 256.0f : 1.0f), own = 1;
+    for (int64_t b = 0, end = 0; b < blocks; b++) {
+        if (bytes && b * DYNAMIC_BLOCK >= end) {
+            end = (k + b * DYNAMIC_BLOCK) / row->group;
+            own = scale_of(row, end);
+            end = (end + 1) * row->group - k;
+            if (!(own == 0 || (fabsf(own) < 0x1p80f && fabsf(own) > 0x1p-100f)))
+                return 0;
         }
-        if (!_mm256_testz_si256(odd, odd) || !(own == 0 || (fabsf(own) < 0x1p80f && fabsf(own) > 0x1p-100f)))
-            break;
-        UNROLLED for (int i = 0; i < 4; i++) {
-            __m128i half = _mm_loadu_si128((const __m128i *)(at + (bytes ? 0 : 16 * i)));
-            if (bytes) {
-                half = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)(at + 8 * i)));
-                half = _mm_and_si128(_mm_slli_epi16(half, 7), _mm_set1_epi16((short)0xbf80));
-            }
-            __m256 value = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(bytes ? own * 256 : 1));
-            _mm256_storeu_ps(to + 8 * i, job->form == FLOAT32 ? value : avx2_nearest_half(_mm256_mul_ps(value, _mm256_set1_ps(AVX2_LARGER))));
+        to->scales[i][b] = own * larger;
+        FETCH_FAR(at + AVX2_AHEAD);
+        UNROLLED for (int part = 0; part < 2; part++, halves++, at += bytes ? 16 : 32) {
+            __m256i v = bytes ? _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at)), 7) : avx2_32(at);
+            odd = _mm256_or_si256(odd, _mm256_cmpeq_epi16(_mm256_and_si256(v, all), all));
+            _mm256_storeu_si256(halves, bytes ? _mm256_and_si256(v, _mm256_set1_epi16((short)0xbf80)) : v);
         }
     }
-    return k - begin;
+    return _mm256_testz_si256(odd, odd);
 }
 
 /* How numbers of a matrix are made. Those that are short enough are not rounded. */
@@ -155,7 +154,8 @@ typedef struct {
 static Avx2Pieces avx2_pieces_from(const Linear *job, int64_t k, int64_t blocks)
 {
     Avx2Pieces found = {.k = k, .blocks = blocks};
-    found.count = avx2_pieces(job, k, blocks * DYNAMIC_BLOCK, found.pieces);
+    if (job->format != FP8 && job->format != F16)
+        found.count = avx2_pieces(job, k, blocks * DYNAMIC_BLOCK, found.pieces);
     return found;
 }
 
@@ -165,13 +165,15 @@ static int avx2_lay_codes(const Linear *job, int64_t n, const Avx2Pieces *from, 
     Coded row = coded_row(job, n);
     uint8_t room[AVX2_BYTES];
     int rounded = job->form != FLOAT32 && job->format != MXFP4 && job->format != MXFP4_BLOCK;
+    if (job->format == FP8 || job->format == F16)
+        return avx2_lay_floats(job, &row, from->k, from->blocks, rounded, i, to);
     if (!avx2_ready(job, &row, from->k, from->blocks, rounded, to->scales[i], to->more[i]))
         return 0;
     for (const Avx2Piece *piece = from->pieces; piece < from->pieces + from->count; piece++) {
         int64_t first = piece->first - from->k / DYNAMIC_GROUP;
         int format = piece->ways == avx2_ways + FORMATS_END ? FORMATS_END : job->format;
         avx2_codes_of[format](avx2_brought(job, piece, n, 1, room), piece->count, to->more[i] + 4 * first,
-                              to->codes[i] + first * DYNAMIC_GROUP);
+                              to->of[i].codes + first * DYNAMIC_GROUP);
     }
     return 1;
 }
@@ -182,8 +184,6 @@ static int64_t avx2_decode_whole(const Linear *job, int64_t n, int64_t k, int64_
     Coded row = coded_row(job, n);
     int64_t blocks = (end - k) / DYNAMIC_BLOCK;
     Avx2Laid laid;
-    if (job->format == FP8 || job->format == F16)
-        return avx2_decode_floats(job, &row, k, end, to);
     const Avx2BlockWays *ways = job->form == FLOAT32 ? NULL : avx2_blocks_of(job, 1);
     if (ways != NULL && ways->fill != NULL)
         return ways->fill(row.w + k / DYNAMIC_BLOCK * ways->bytes, blocks, to) ? 0 : blocks * DYNAMIC_BLOCK;

@@ -59,17 +59,23 @@ static const Avx2Codes avx2_codes_of[FORMATS_END + 1] = {AVX2_NUMBERS(OF)};
 #undef OF
 #undef AVX2_NUMBERS
 
-/* Two outputs' codes of at most DEPTH inputs, their scales as of `avx2_ready`, and what lies beside these. */
+/* Two outputs' codes of at most DEPTH inputs, or floats of 16 bits, their scales as of `avx2_ready`, and what lies beside these. */
 enum { AVX2_BLOCKS = DEPTH / DYNAMIC_BLOCK };
 typedef struct {
-    int8_t codes[2][DEPTH + DYNAMIC_GROUP];
+    union {
+        int8_t codes[DEPTH + DYNAMIC_GROUP];
+        uint16_t halves[DEPTH];
+    } of[2];
     float scales[2][AVX2_BLOCKS], more[2][AVX2_BLOCKS];
 } Avx2Laid;
 
-/* What is done for eight numbers: they are read, times their scale, and rounded in two steps. */
-static inline ALWAYS __m256 avx2_read(const int8_t *codes)
+/* What is done for eight numbers, from number k on: they are read, times their scale, and rounded in two steps. Of no kind: floats
+ * of 16 bits. */
+static inline ALWAYS __m256 avx2_read(DynamicKind kind, const Avx2Laid *w, int output, int64_t k)
 {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
+    if (kind == DYNAMIC_NONE)
+        return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(w->of[output].halves + k)));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(w->of[output].codes + k))));
 }
 
 static inline ALWAYS __m256 avx2_scaled(DynamicKind kind, __m256 codes, int i, const float *scale, const float *more)
@@ -84,18 +90,17 @@ static inline ALWAYS __m256 avx2_scaled(DynamicKind kind, __m256 codes, int i, c
     static void avx2_dots_##KIND##ROUNDED##R(const float *from, int64_t x_row, const Avx2Laid *w, int64_t blocks, __m256 *kept) \
     {                                                                                                                  \
         __m256 sums[R][2], numbers[8], less[8];                                                                      \
-        const int8_t *codes = w->codes[0];                                                                             \
         const float *scales = w->scales[0], *x[R];                                                                     \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             x[r] = from + r * x_row;                                                                                   \
         UNROLLED for (int i = 0; i < 2 * R; i++)                                                                       \
             sums[i / 2][i % 2] = _mm256_setzero_ps();                                                                  \
-        for (; blocks > 0; blocks--, codes += DYNAMIC_BLOCK, scales++) {                                               \
+        for (int64_t k = 0; k < blocks * DYNAMIC_BLOCK; k += DYNAMIC_BLOCK, scales++) {                                \
             UNROLLED for (int step = 0; step < 12; step++) {                                                           \
                 int read = step, scale = step - 1, round = step - 2, ready = step - 3, done = step - 4;                \
                 const float *own = scales + scale / 4 * AVX2_BLOCKS;                                                   \
                 if (read < 8)                                                                                          \
-                    numbers[read] = avx2_read(codes + read / 4 * (int64_t)sizeof w->codes[0] + read % 4 * 8);          \
+                    numbers[read] = avx2_read(KIND, w, read / 4, k + read % 4 * 8);                                    \
                 if (scale >= 0 && scale < 8)                                                                           \
                     numbers[scale] = avx2_scaled(KIND, numbers[scale], scale % 4, own, own + 2 * AVX2_BLOCKS);         \
                 if (ROUNDED && round >= 0 && round < 8)                                                                \
@@ -116,9 +121,9 @@ static inline ALWAYS __m256 avx2_scaled(DynamicKind kind, __m256 codes, int i, c
     static void avx2_fill_##KIND##ROUNDED(const Avx2Laid *w, int64_t blocks, float *to)                                \
     {                                                                                                                  \
         for (int64_t b = 0; b < blocks; b++, to += DYNAMIC_BLOCK) {                                                    \
-            const int8_t *codes = w->codes[0] + b * DYNAMIC_BLOCK;                                                     \
             UNROLLED for (int i = 0; i < 4; i++) {                                                                     \
-                __m256 value = avx2_scaled(KIND, avx2_read(codes + 8 * i), i, w->scales[0] + b, w->more[0] + b);       \
+                __m256 value = avx2_read(KIND, w, 0, b * DYNAMIC_BLOCK + 8 * i);                                       \
+                value = avx2_scaled(KIND, value, i, w->scales[0] + b, w->more[0] + b);                                 \
                 _mm256_storeu_ps(to + 8 * i, ROUNDED ? avx2_nearest_half(value) : value);                              \
             }                                                                                                          \
         }                                                                                                              \
@@ -128,7 +133,8 @@ typedef struct {
     void (*fill)(const Avx2Laid *, int64_t, float *);
     void (*dots[AVX2_ROWS])(const float *, int64_t, const Avx2Laid *, int64_t, __m256 *);
 } Avx2Numbers;
-#define ROUNDED_OR_NOT(OF) OF(BIASED, 0) OF(BIASED, 1) OF(LEAST, 0) OF(LEAST, 1) OF(TWO, 0) OF(TWO, 1)
+#define ROUNDED_OR_NOT(OF)                                                                                             \
+    OF(DYNAMIC_NONE, 0) OF(DYNAMIC_NONE, 1) OF(BIASED, 0) OF(BIASED, 1) OF(LEAST, 0) OF(LEAST, 1) OF(TWO, 0) OF(TWO, 1)
 #define OF(KIND, ROUNDED)                                                                                              \
     FILL(KIND, ROUNDED) DOTS(KIND, ROUNDED, 1) DOTS(KIND, ROUNDED, 2) DOTS(KIND, ROUNDED, 3) DOTS(KIND, ROUNDED, 4)
 ROUNDED_OR_NOT(OF)
