@@ -16,31 +16,40 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from stowage.core.geometry import NULL_BLOCK, BoolArray, Group, IntArray, MaskArray
 
 
-class GroupStrategy(Protocol):
-    """One kind of attention, or of recurrence, seen from its cache."""
+@dataclass(frozen=True, slots=True)
+class GroupStrategy(ABC):
+    """One kind of attention, or of recurrence, seen from the cache of ``group``."""
 
-    @property
-    def group(self) -> Group:
-        """The group that the answers are for."""
-        ...
+    group: Group
 
-    def needed(self, boundary: int) -> range:
-        """Indices of the chunks that a resume at `boundary` reads."""
-        ...
-
+    @abstractmethod
     def needed_blocks(self, boundary: int) -> range:
         """Indices of the sequence's blocks that must be valid; block b covers tokens [b*bt, (b+1)*bt).
 
         A recurrent group needs the one block boundary/bt - 1: the snapshot after `boundary` tokens.
         """
-        ...
+
+    @abstractmethod
+    def resume_points(self, masks: MaskArray, limit: int, step: int) -> BoolArray:
+        """For each boundary 0, step, 2*step, ... <= limit: can this group resume there?
+
+        `masks[i]` are the valid blocks of chunk i, 0 or beyond the end: absent. `step` is one of boundary_tokens.
+        Boundary 0 is always True. Linear in chunks and boundaries.
+        """
+
+    @abstractmethod
+    def first_live_block(self, position: int) -> int:
+        """Blocks before this one are read by no query at a token >= `position`, and may be freed."""
+
+    def needed(self, boundary: int) -> range:
+        """Indices of the chunks that a resume at `boundary` reads."""
+        return overlapping(self.needed_blocks(boundary), self.group.blocks_per_chunk)
 
     def storable(self, progress: int, first_chunk: int, block_table: IntArray) -> tuple[IntArray, MaskArray]:
         """Chunks from `first_chunk` on that end at or before token `progress`, and the masks of the blocks still held.
@@ -48,47 +57,45 @@ class GroupStrategy(Protocol):
         `block_table[b]` is the device block of the sequence's block b, NULL_BLOCK or beyond the end: not held. Chunks
         of which nothing is held are left out.
         """
-        ...
+        group = self.group
+        last_chunk = progress // group.chunk_tokens
+        if last_chunk <= first_chunk:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
+        first, end = first_chunk * group.blocks_per_chunk, last_chunk * group.blocks_per_chunk
+        held = block_table[first:end] != NULL_BLOCK
+        valid = np.zeros(end - first, dtype=np.bool_)
+        valid[: len(held)] = held
+        masks = pack_masks(valid, group.blocks_per_chunk)
+        present = np.flatnonzero(masks)
+        return present.astype(np.int64) + first_chunk, masks[present]
 
-    def resume_points(self, masks: MaskArray, limit: int, step: int) -> BoolArray:
-        """For each boundary 0, step, 2*step, ... <= limit: can this group resume there?
+    def _check_boundary(self, boundary: int) -> None:
+        """A boundary where the group cannot have one is a bug of the caller."""
+        assert boundary >= 0 and boundary % self.group.boundary_tokens == 0, (boundary, self.group.boundary_tokens)
 
-        `masks[i]` are the valid blocks of chunk i, 0 or beyond the end: absent. `step` is one of boundary_tokens.
-        Boundary 0 is always True. Linear in chunks and boundaries.
-        """
-        ...
-
-    def first_live_block(self, position: int) -> int:
-        """Blocks before this one are read by no query at a token >= `position`, and may be freed."""
-        ...
+    def _boundaries(self, limit: int, step: int) -> IntArray:
+        """The boundaries 0, step, 2*step, ... <= limit."""
+        unit = self.group.boundary_tokens
+        assert limit >= 0 and step >= 1 and step % unit == 0, (limit, step, unit)
+        return np.arange(0, limit + 1, step, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Paged(ABC):
+class Paged(GroupStrategy):
     """What full, sliding and chunked-local attention share; a kind adds only the first token that a query reads."""
-
-    group: Group
 
     @abstractmethod
     def first_tokens(self, positions: IntArray) -> IntArray:
         """The first token that a query at each position reads. Never decreases with the position."""
 
-    def needed(self, boundary: int) -> range:
-        """See GroupStrategy."""
-        return overlapping(self.needed_blocks(boundary), self.group.blocks_per_chunk)
-
     def needed_blocks(self, boundary: int) -> range:
         """See GroupStrategy."""
-        check_boundary(self.group, boundary)
+        self._check_boundary(boundary)
         return range(self.first_live_block(boundary), boundary // self.group.block_tokens)
-
-    def storable(self, progress: int, first_chunk: int, block_table: IntArray) -> tuple[IntArray, MaskArray]:
-        """See GroupStrategy."""
-        return storable_chunks(self.group, progress, first_chunk, block_table)
 
     def resume_points(self, masks: MaskArray, limit: int, step: int) -> BoolArray:
         """See GroupStrategy."""
-        boundaries = boundary_range(self.group, limit, step)
+        boundaries = self._boundaries(limit, step)
         ends = boundaries // self.group.block_tokens
         starts = self.first_tokens(boundaries) // self.group.block_tokens
         # invalid[b]: how many of the blocks before b are not valid; blocks beyond the masks are not.
@@ -103,17 +110,6 @@ class Paged(ABC):
     def first_live_block(self, position: int) -> int:
         """See GroupStrategy."""
         return int(self.first_tokens(np.array([position], dtype=np.int64))[0]) // self.group.block_tokens
-
-
-def check_boundary(group: Group, boundary: int) -> None:
-    """A boundary where the group cannot have one is a bug of the caller."""
-    assert boundary >= 0 and boundary % group.boundary_tokens == 0, (boundary, group.boundary_tokens)
-
-
-def boundary_range(group: Group, limit: int, step: int) -> IntArray:
-    """The boundaries 0, step, 2*step, ... <= limit."""
-    assert limit >= 0 and step >= 1 and step % group.boundary_tokens == 0, (limit, step, group.boundary_tokens)
-    return np.arange(0, limit + 1, step, dtype=np.int64)
 
 
 def overlapping(blocks: range, blocks_per_chunk: int) -> range:
@@ -136,17 +132,3 @@ def pack_masks(valid: BoolArray, blocks_per_chunk: int) -> MaskArray:
     bits[:, :blocks_per_chunk] = valid.reshape(-1, blocks_per_chunk)
     octets = np.packbits(bits, axis=1, bitorder="little")
     return octets.view("<u8").reshape(-1).astype(np.uint64, copy=False)
-
-
-def storable_chunks(group: Group, progress: int, first_chunk: int, block_table: IntArray) -> tuple[IntArray, MaskArray]:
-    """`GroupStrategy.storable` of every kind: a chunk is storable when its last token is computed."""
-    last_chunk = progress // group.chunk_tokens
-    if last_chunk <= first_chunk:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
-    first, end = first_chunk * group.blocks_per_chunk, last_chunk * group.blocks_per_chunk
-    held = block_table[first:end] != NULL_BLOCK
-    valid = np.zeros(end - first, dtype=np.bool_)
-    valid[: len(held)] = held
-    masks = pack_masks(valid, group.blocks_per_chunk)
-    present = np.flatnonzero(masks)
-    return present.astype(np.int64) + first_chunk, masks[present]

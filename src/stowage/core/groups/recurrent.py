@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stowage.core.geometry import BoolArray, Group, IntArray, MaskArray
-from stowage.core.groups.base import boundary_range, check_boundary, expand_masks, storable_chunks
+from stowage.core.geometry import BoolArray, MaskArray
+from stowage.core.groups.base import GroupStrategy, expand_masks
 
 
 def snapshot_spacing(wanted_tokens: int, grid: int) -> int:
@@ -23,30 +23,22 @@ def snapshot_spacing(wanted_tokens: int, grid: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Recurrent:
-    """One snapshot per chunk, one block per chunk."""
-
-    group: Group
-
-    def needed(self, boundary: int) -> range:
-        """See GroupStrategy."""
-        return self.needed_blocks(boundary)
+class Recurrent(GroupStrategy):
+    """One snapshot per chunk, one block per chunk: `block_table[i]` is the block of the snapshot after
+    (i + 1) * block_tokens tokens.
+    """
 
     def needed_blocks(self, boundary: int) -> range:
         """See GroupStrategy."""
-        check_boundary(self.group, boundary)
+        self._check_boundary(boundary)
         snapshots = boundary // self.group.block_tokens
         if self.group.spared_tokens and boundary % self.group.spared_tokens == 0:
             return range(snapshots, snapshots)
         return range(max(snapshots - 1, 0), snapshots)
 
-    def storable(self, progress: int, first_chunk: int, block_table: IntArray) -> tuple[IntArray, MaskArray]:
-        """See GroupStrategy; block_table[i] is the block of the snapshot after (i + 1) * block_tokens tokens."""
-        return storable_chunks(self.group, progress, first_chunk, block_table)
-
     def resume_points(self, masks: MaskArray, limit: int, step: int) -> BoolArray:
         """See GroupStrategy."""
-        snapshots = boundary_range(self.group, limit, step) // self.group.block_tokens
+        snapshots = self._boundaries(limit, step) // self.group.block_tokens
         # taken[n]: is there a state after n blocks of tokens? The empty state, n = 0, always is.
         taken = np.zeros(int(snapshots[-1]) + 1, dtype=np.bool_)
         present = expand_masks(masks, 1)[: len(taken) - 1]
