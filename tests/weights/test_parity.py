@@ -123,7 +123,7 @@ def test_another_dtype_lies_in_an_image_that_vanishes(
     directory = tmp_path / "weights"
     model = stowage.offload(checkpoints("llama"), weights="*=stream", dtype="bfloat16", disk=f"{directory}:16MiB")
     assert torch.equal(logits(model, prompt()), logits(plain("llama", "bfloat16"), prompt()))
-    assert model.stowage.image_bytes >= bytes_of(plain("llama", "bfloat16")) * 0.9
+    assert model.stowage.scratch_bytes >= bytes_of(plain("llama", "bfloat16")) * 0.9
     assert list(directory.iterdir()) == []
     with pytest.raises(stowage.BudgetError, match="larger size"):
         stowage.offload(checkpoints("llama"), weights="*=stream", dtype="bfloat16", disk=f"{directory}:64KiB")

@@ -138,7 +138,7 @@ def test_a_budget_for_the_device_is_all_that_is_needed(
     built = tiny_models.build("llama").eval()
     expected = logits(built, prompt())
     assert torch.equal(logits(stowage.offload(built, device_memory=budget), prompt()), expected)
-    assert built.stowage.image_bytes
+    assert built.stowage.scratch_bytes
 
 
 def test_an_image_that_nobody_placed_is_not_in_memory(tmp_path: Path) -> None:

@@ -78,12 +78,12 @@ def kv_budget(memory: Memory, source: WeightSource | None, config: Any) -> Memor
     if memory.kv_cache_memory == AUTO and memory.device_memory_bytes:
         taken_bytes = source.placement.device_bytes + activation_bytes(memory, config)
         changed["kv_cache_memory"] = memory.device_memory_bytes - taken_bytes
-    if memory.disk_directory is not None and source.image_bytes:
-        disk_bytes = memory.disk_bytes - source.image_bytes
+    if memory.disk_directory is not None and source.scratch_bytes:
+        disk_bytes = memory.disk_bytes - source.scratch_bytes
         if disk_bytes <= 0:
             raise BudgetError(
                 f"disk is {format_size(memory.disk_bytes)}, and weights whose form is not the checkpoint's take "
-                f"{format_size(source.image_bytes)} of it: nothing is left for KV. Give disk a larger size."
+                f"{format_size(source.scratch_bytes)} of it: nothing is left for KV. Give disk a larger size."
             )
         changed["disk"] = f"{memory.disk_directory}:{disk_bytes}"
     return replace(memory, **changed)

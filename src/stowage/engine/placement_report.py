@@ -52,7 +52,7 @@ def _weights(source: WeightSource) -> list[TierUse]:
         ("host", "experts, copied as they are chosen"): placement.held_bytes,
         ("disk", "experts, read as they are chosen"): placement.nbytes(Delivery.EXPERTS) - placement.held_bytes,
         ("disk", "embeddings, read row by row"): placement.nbytes(Delivery.ROWS),
-        ("disk", "weights, in another form than the checkpoint's"): source.image_bytes,
+        ("disk", "weights, in another form than the checkpoint's"): source.scratch_bytes,
     }
     return [TierUse(tier, what, nbytes) for (tier, what), nbytes in held.items() if nbytes]
 

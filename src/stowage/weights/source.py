@@ -103,7 +103,7 @@ class WeightSource(Deliveries):
         return self._experts.nbytes if self._experts is not None else 0
 
     @property
-    def image_bytes(self) -> int:
+    def scratch_bytes(self) -> int:
         """Disk that weights take in another form than the checkpoint's."""
         return self._scratch.nbytes if self._scratch is not None else 0
 
@@ -119,7 +119,7 @@ class WeightSource(Deliveries):
             **{f"{delivery.value}_bytes": placement.nbytes(delivery) for delivery in Delivery},
             "small_bytes": placement.small_bytes,
             "ring_bytes": self.ring_bytes,
-            "image_bytes": self.image_bytes,
+            "image_bytes": self.scratch_bytes,
             "pass_bytes": placement.pass_bytes,
             "passes": self._passes.passes,
             "read_bytes": self._row_bytes + direct_bytes + sum(part.read_bytes for part in reading),
