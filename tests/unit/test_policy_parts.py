@@ -96,9 +96,8 @@ def test_a_class_that_comes_back_sooner_is_worth_more() -> None:
 
 def life_of_many_classes(hazard: Hazard, now: int) -> None:
     hazard.wait(array([0, *range(SPANS + 2, SPANS + 60)]), now)
-    for gap in range(2, 60):
-        if now > gap:
-            hazard.reused(array([SPANS + gap]), array([now - gap]), now)
+    gaps = np.arange(2, max(2, min(60, now)))
+    hazard.reused(SPANS + gaps, now - gaps, now)
 
 
 def test_learning_in_steps_is_learning_at_once_and_changes_the_index_as_a_whole() -> None:
