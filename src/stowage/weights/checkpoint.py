@@ -24,7 +24,9 @@ from stowage.weights.gguf import MAGIC
 from stowage.weights.lossless.packed_tensor import METADATA, PackedTensor
 
 _COMPARED_BYTES: Final = 4 << 20
-_DTYPES: Final[Mapping[str, torch.dtype]] = {
+READ_AS_BYTES: Final = "F8_E8M0"
+"""A power of two, read as uint8."""
+DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -37,9 +39,9 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.uint8,
+    READ_AS_BYTES: torch.uint8,
 }
-"""The dtypes of a safetensors file. E8M0, a power of two, is read as uint8."""
+"""The dtypes of a safetensors file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ def stored_in(path: Path) -> list[Stored]:
         if METADATA in (header.get("__metadata__") or {}):
             raise CheckpointError(f"{path} has tensors that lie packed, so none is computed from as it lies.")
         for name, entry in header.items():
-            dtype = _DTYPES.get(entry["dtype"]) if name != "__metadata__" else None
+            dtype = DTYPES.get(entry["dtype"]) if name != "__metadata__" else None
             if dtype is None:
                 continue
             first, end = entry["data_offsets"]

@@ -11,26 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from stowage.errors import UnsupportedModelError
+from stowage.weights.checkpoint import DTYPES, READ_AS_BYTES
 from stowage.weights.parameter_location import memory_of
 
-_DTYPES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items() if name != READ_AS_BYTES}
 
 
 class SafetensorsFile:
@@ -45,11 +32,11 @@ class SafetensorsFile:
 
     def append(self, name: str, values: Tensor) -> None:
         """Write a tensor. Raises UnsupportedModelError for a dtype that safetensors does not have here."""
-        if values.dtype not in _DTYPES:
+        if values.dtype not in _NAMES:
             raise UnsupportedModelError(f"{name} has the type {values.dtype}, which is not written.")
         if values.nbytes:
             self.write(memory_of(values.contiguous()), self.nbytes)
-        self.add(name, _DTYPES[values.dtype], values.shape, values.nbytes)
+        self.add(name, _NAMES[values.dtype], values.shape, values.nbytes)
 
     def write(self, content: bytes | memoryview, offset: int) -> None:
         """Write bytes ``offset`` bytes behind the first tensor's begin. `add` says which tensor they are."""

@@ -6,17 +6,16 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stowage.core.geometry import ALIGNMENT_BYTES
-from stowage.weights.checkpoint import Checkpoint, Segment
+from stowage.weights.checkpoint import DTYPES, Checkpoint, Segment
 from stowage.weights.lossless.packed_tensor import ITEM_BYTES, PackedTensor
 from stowage.weights.parameter_location import memory_of
 
-_TORCH: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _one_at_a_time = threading.RLock()
 """What is shown goes through a name of Transformers' own, which all threads have."""
 
@@ -98,4 +97,4 @@ class _Lazy:
         begin = begin if begin % ITEM_BYTES[self._tensor.dtype] == 0 else 0
         raw = memory[begin : begin + length]
         self._tensor.fill_all(memory_of(raw))
-        return raw.view(_TORCH[self._tensor.dtype]).view(self._tensor.shape)[part]
+        return raw.view(DTYPES[self._tensor.dtype]).view(self._tensor.shape)[part]
