@@ -38,6 +38,17 @@ _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight$")
 
 _Item = TypeVar("_Item")
+
+
+def refuse_adapters(model: Any) -> None:
+    """Raises UnsupportedModelError for a model in memory whose adapters are PEFT's."""
+    if getattr(model, "peft_config", None):
+        raise UnsupportedModelError(
+            "the model has adapters, which can be switched while it runs; merge them first: "
+            "model = model.merge_and_unload()"
+        )
+
+
 _Out = TypeVar("_Out")
 
 

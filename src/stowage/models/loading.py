@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from stowage.config.wording import shown_value
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.models import compat, identity, layout
+from stowage.models.adapters import refuse_adapters
 from stowage.models.directory import config_of, load_tokenizer, part_of
 from stowage.models.files import check_files, weight_files
 from stowage.models.hub import find
@@ -240,11 +241,7 @@ def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | Non
     part = TextPart(model.config) if whole else text_part(model.config)
     if not whole:
         layout.refuse_unsupported(part.config)
-    if getattr(model, "peft_config", None):
-        raise UnsupportedModelError(
-            "the model has adapters, which can be switched while it runs; merge them first: "
-            "model = model.merge_and_unload()"
-        )
+    refuse_adapters(model)
     if model.device.type == "meta":
         raise UnsupportedModelError("the model has no weights in memory (device 'meta'): load it whole.")
     if device is not None and device != model.device:

@@ -18,9 +18,9 @@ from torch import Tensor
 from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.models.published.method import Method
 from stowage.weights.checkpoint import Stored
-from stowage.weights.quantized.formats import Spec, dequantized, gptq_first
+from stowage.weights.quantized.formats import PLAIN, Spec, dequantized, gptq_first
 
-_PLAIN: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_PLAIN: Final = {dtype: name for name, dtype in PLAIN.items()}
 _CODES: Final = re.compile(r"(.+)\.(?:weight_packed|qweight)")
 _BESIDE: Final = re.compile(
     r".+\.(?:(?:weight|input|output|q|k|v)_scale(?:_inv|_2)?|weight_(?:zero_point|shape|g_idx|global_scale)"

@@ -21,6 +21,7 @@ from stowage.core.geometry import Kind
 from stowage.errors import ModelError, UnsupportedModelError
 from stowage.executor import attention
 from stowage.models import identity
+from stowage.models.adapters import refuse_adapters
 from stowage.models.probing import cache_name
 from stowage.plugins.transformers.layout import CacheLayout, classify, refuse_config
 from stowage.weights.offloaded_parameter import OffloadedParameter
@@ -119,11 +120,7 @@ def _refuse(model: Any) -> None:
         )
     if getattr(config, "_attn_implementation", "") == attention.NAME:
         raise UnsupportedModelError("a stowage.Engine runs this model object: close it first, or load the model twice.")
-    if getattr(model, "peft_config", None):
-        raise UnsupportedModelError(
-            "the model has adapters, which can be switched while it runs; merge them first: "
-            "model = model.merge_and_unload()"
-        )
+    refuse_adapters(model)
     if model.training:
         raise ModelError("the model is in training mode, where dropout changes its cache: call model.eval() first.")
     placed = getattr(model, "stowage", None) is not None

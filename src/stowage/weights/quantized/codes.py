@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from stowage.core.geometry import ALIGNMENT_BYTES, PAGE_BYTES, round_up
-from stowage.errors import CheckpointError
 from stowage.weights.quantized.encoding import ENCODED, encoded
 from stowage.weights.quantized.fitting import Codes, Inputs, fit
 from stowage.weights.quantized.formats import Spec
-from stowage.weights.quantized.grids import GRIDS
+from stowage.weights.quantized.grids import GRIDS, refuse_infinite
 
 GROUPS: Final = (32, 64, 128)
 FORMS: Final = ("int8", *(f"int4_{group}" for group in GROUPS), *ENCODED)
@@ -131,10 +130,7 @@ class Form:
 
     def _int8(self, values: Tensor, packed: Tensor, begin: int) -> Tensor:
         scales = values.abs().amax(dim=1) / 127
-        if not bool(torch.isfinite(scales).all()):
-            raise CheckpointError(
-                "a weight of this checkpoint is NaN or infinite, so it cannot be packed: download the checkpoint again."
-            )
+        refuse_infinite(scales)
         packed[4 * begin : 4 * (begin + len(values))] = scales.view(torch.uint8)
         codes = torch.round(values / torch.where(scales > 0, scales, 1)[:, None])
         return codes.clamp_(-127, 127).to(torch.int8).view(torch.uint8)

@@ -40,6 +40,14 @@ class Scales:
     shared: Tensor
 
 
+def refuse_infinite(values: Tensor) -> None:
+    """Raises CheckpointError for NaN and infinity among what was found of a weight."""
+    if not bool(torch.isfinite(values).all()):
+        raise CheckpointError(
+            "a weight of this checkpoint is NaN or infinite, so it cannot be packed: download the checkpoint again."
+        )
+
+
 class Grid(Protocol):
     """The values of a form. ``group``: inputs that share a scale; ``span``: inputs whose scales are found together."""
 
@@ -168,10 +176,7 @@ class Float4:
 
     def scales(self, grouped: Tensor, counts: Tensor) -> Scales:
         most = grouped.abs().amax(dim=2)
-        if not bool(torch.isfinite(most).all()):
-            raise CheckpointError(
-                "a weight of this checkpoint is NaN or infinite, so it cannot be packed: download the checkpoint again."
-            )
+        refuse_infinite(most)
         # frexp: most = mantissa * 2^exponent, and mantissa is from 0.5 to 1
         exponent = (torch.frexp(most).exponent - 1 - _EXPONENT_OF_MOST).clamp(-126, 126)
         zeros, best, best_error = torch.zeros_like(most), most, torch.full_like(most, float("inf"))
