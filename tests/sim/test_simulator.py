@@ -14,7 +14,7 @@ from stowage.cache.flow import Flow
 from stowage.cache.keymap import After
 from stowage.cache.ledger import Ledger
 from stowage.storage.disk import allocator, loader, reader
-from stowage.storage.disk.bundle import Flight
+from stowage.storage.disk.bundle import LoadFlight
 from stowage.storage.disk.index import Index
 from stowage.testing.sim import Failure, simulate
 from stowage.testing.sim.__main__ import main
@@ -87,7 +87,7 @@ def outcome_before_the_last_run(patch: pytest.MonkeyPatch) -> None:
     """A transfer is reported when its first run is done; the others still write into its buffers."""
     reported = set()
 
-    def settled(self: loader.Loader, flight: Flight, chunks: int) -> None:
+    def settled(self: loader.Loader, flight: LoadFlight, chunks: int) -> None:
         if flight not in reported:
             reported.add(flight)
             self._report(flight)

@@ -157,6 +157,11 @@ class SlabClass:
         """The first byte after the class."""
         return self.offset_bytes + self.slots * self.slot_bytes
 
+    @property
+    def slot_offsets_bytes(self) -> IntArray:
+        """Where each slot begins in the arena."""
+        return self.offset_bytes + self.slot_bytes * np.arange(self.slots, dtype=np.int64)
+
     def slot_offset_bytes(self, slot: int) -> int:
         """Where a slot, named by its global number, begins in the arena."""
         assert self.first_slot <= slot < self.first_slot + self.slots, f"slot {slot} is not of this class"

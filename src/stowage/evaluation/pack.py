@@ -107,8 +107,7 @@ def pack(
         raise ConfigError(f"--weights {form} is unknown; choose one of: {', '.join(WEIGHTS)}.")
     if group not in GROUPS:
         raise ConfigError(f"--group {group} is not possible; choose one of: {', '.join(map(str, GROUPS))}.")
-    if directory.exists() or directory.is_symlink():
-        raise ConfigError(f"{directory} exists, and nothing is overwritten: give another directory, or remove it.")
+    _refuse_existing(directory)
     source = _checkpoint(model)
     files = check_files(source)
     text = part_of(source)
@@ -161,8 +160,7 @@ def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what
 
     Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError.
     """
-    if directory.exists() or directory.is_symlink():
-        raise ConfigError(f"{directory} exists, and nothing is overwritten: give another directory, or remove it.")
+    _refuse_existing(directory)
     if not is_quick():
         raise ConfigError(
             "--lossless needs the compiled part of Stowage, which was not built here: install a C compiler, "
@@ -190,6 +188,11 @@ def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what
         _give_name(part, directory)
     sizes, counts = (written.bytes_before, written.bytes_after), {"lossless": written.packed}
     return Packed(str(directory), "lossless", 0, *sizes, counts, 0, written.kept, 0.0)
+
+
+def _refuse_existing(directory: Path) -> None:
+    if directory.exists() or directory.is_symlink():
+        raise ConfigError(f"{directory} exists, and nothing is overwritten: give another directory, or remove it.")
 
 
 def _refuse_quantized(source: Path, config: Any, files: Sequence[Path]) -> None:

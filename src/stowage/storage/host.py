@@ -42,9 +42,7 @@ class HostArena:
                 f"host memory of {self.bytes} bytes could not be mapped ({error.strerror}); set host_memory "
                 "to a smaller size"
             ) from error
-        self._offsets: IntArray = np.concatenate(
-            [slab.offset_bytes + slab.slot_bytes * np.arange(slab.slots, dtype=np.int64) for slab in slabs]
-        )
+        self._offsets: IntArray = np.concatenate([slab.slot_offsets_bytes for slab in slabs])
         self._sizes: IntArray = np.concatenate([np.full(slab.slots, slab.slot_bytes, np.int64) for slab in slabs])
         in_huge_pages(self._mapping)
         self._view: memoryview | None = memoryview(self._mapping)

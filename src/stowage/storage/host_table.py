@@ -66,9 +66,7 @@ class HostTable:
         self.serials = np.frombuffer(self._memory, np.int64, layout.slots + 1, layout.serials)
         self.masks = np.frombuffer(self._memory, np.uint64, layout.slots + 1, layout.masks)
         offsets = np.frombuffer(self._memory, np.int64, layout.slots, layout.offsets)
-        offsets[:] = np.concatenate(
-            [slab.offset_bytes + slab.slot_bytes * np.arange(slab.slots, dtype=np.int64) for slab in slabs]
-        )
+        offsets[:] = np.concatenate([slab.slot_offsets_bytes for slab in slabs])
         keys = np.frombuffer(self._memory, np.uint8, layout.slots * KEY_BYTES, layout.keys)
         self.keys = keys.reshape(layout.slots, KEY_BYTES)
         self._memory[:HEADER_BYTES] = _MAGIC + self.name + layout.slots.to_bytes(16, "little")

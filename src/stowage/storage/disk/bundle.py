@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stowage.storage.disk.read_plan import Plan
-from stowage.storage.protocol import Outcome, Transfer
+from stowage.storage.flight import Flight
 
 NEAR_S: Final = 0.05
 """Deadlines that differ by no more count as one."""
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """A transfer under way. `chunks_left`: so many were planned and have not been read yet."""
+class LoadFlight(Flight):
+    """`chunks_left`: so many were planned and have not been read yet."""
 
-    transfer: Transfer
-    ok: NDArray[np.bool_]
-    masks: NDArray[np.uint64]
     chunks_left: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-
-    def outcome(self) -> Outcome:
-        text = ", ".join(f"{count} of {len(self.ok)} chunks {what}" for what, count in sorted(self.failures.items()))
-        return Outcome(self.transfer.id, self.ok, self.masks, text)
 
 
-Share = tuple[Flight, list[int], list[int]]
+Share = tuple[LoadFlight, list[int], list[int]]
 """A flight, which of some chunks are its, and where they stand in it."""
 
 
@@ -49,18 +37,18 @@ class Bundle:
     first_s: float
     limit_s: float = -math.inf
     deadline_s: float = -math.inf
-    flights: list[Flight] = field(default_factory=list)
+    flights: list[LoadFlight] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     buffers: list[memoryview] = field(default_factory=list)
     plan: Plan | None = None
 
-    def suits(self, flight: Flight) -> bool:
+    def suits(self, flight: LoadFlight) -> bool:
         """Whether the flight belongs here."""
         deadline_s = flight.transfer.deadline_s
         return deadline_s == self.first_s or abs(deadline_s - self.first_s) <= NEAR_S
 
-    def add(self, flights: Sequence[Flight]) -> None:
+    def add(self, flights: Sequence[LoadFlight]) -> None:
         for flight in flights:
             self.deadline_s = max(self.deadline_s, flight.transfer.deadline_s)
             self.flights.append(flight)

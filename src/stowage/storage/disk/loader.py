@@ -24,7 +24,7 @@ import numpy as np
 
 from stowage.core.geometry import PAGE_BYTES
 from stowage.core.read_buffers import ReadBuffers, flush_from_caches
-from stowage.storage.disk.bundle import Bundle, Flight, Share
+from stowage.storage.disk.bundle import Bundle, LoadFlight, Share
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX, Plan, Run, make_plan
 from stowage.storage.disk.reader import Fetched, Reader, Result
 from stowage.storage.disk.shared import Shared
@@ -70,7 +70,7 @@ class Loader:
         self._rates = shared.rates
         self._finish = shared.finish
         self._lock = threading.Lock()
-        self._queued: deque[Flight] = deque()
+        self._queued: deque[LoadFlight] = deque()
         self._newest_s = -math.inf
         self._planning = False
         self._planned: deque[Bundle] = deque()
@@ -95,8 +95,7 @@ class Loader:
 
     def submit(self, transfer: Transfer) -> bool:
         """Queues the transfer, or returns False at once when the queue is full or closed."""
-        count = len(transfer.keys)
-        flight = Flight(transfer, np.zeros(count, np.bool_), np.zeros(count, np.uint64))
+        flight = LoadFlight(transfer)
         with self._lock:
             if self._closing or self._in_flight >= self._transfers_max:
                 return False
@@ -143,7 +142,7 @@ class Loader:
             self._expired(flight, len(mine))
             self._chunks_done(flight, len(mine))
 
-    def _expired(self, flight: Flight, chunks: int) -> None:
+    def _expired(self, flight: LoadFlight, chunks: int) -> None:
         self._counters.add("timed_out", chunks)
         with self._lock:
             flight.failures["timed out"] += chunks
@@ -213,7 +212,7 @@ class Loader:
         nbytes = run.packed_bytes
         return run, self._read_buffers.acquire(nbytes) if nbytes else None
 
-    def _waiting_for_a_plan(self) -> tuple[list[Flight], Bundle | None]:
+    def _waiting_for_a_plan(self) -> tuple[list[LoadFlight], Bundle | None]:
         """Takes the oldest transfer and those with similar deadlines from the queue, with the bundle that they join.
 
         None while another bundle is being read or planned (its reader looks here again afterwards). The lock is held.
@@ -231,7 +230,7 @@ class Loader:
         self._planning = True
         return fresh, bundle
 
-    def _serve_fresh(self, bundle: Bundle, fresh: list[Flight]) -> None:
+    def _serve_fresh(self, bundle: Bundle, fresh: list[LoadFlight]) -> None:
         """Plans the new transfers of a bundle that no other thread can see now."""
         first = len(bundle.flights)
         bundle.add(fresh)
@@ -372,7 +371,7 @@ class Loader:
                 self._index.drop_record(run.keys[at], run.segment, run.offsets[at])
                 self._counters.add(COUNTED[result], segment=str(run.name))
 
-    def _chunks_done(self, flight: Flight, chunks: int) -> None:
+    def _chunks_done(self, flight: LoadFlight, chunks: int) -> None:
         """This many chunks of a flight are finished; reports it with the last ones."""
         with self._lock:
             flight.chunks_left -= chunks
@@ -380,7 +379,7 @@ class Loader:
         if done:
             self._report(flight)
 
-    def _report(self, flight: Flight) -> None:
+    def _report(self, flight: LoadFlight) -> None:
         flight.masks[~flight.ok] = 0
         self._finish(flight.outcome())
         with self._lock:

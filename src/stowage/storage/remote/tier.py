@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.log import Trouble
+from stowage.storage.flight import Flight
 from stowage.storage.format.compression import Compression
 from stowage.storage.format.protection import Protection
 from stowage.storage.protocol import TRANSFERS_MAX, Inquiry, Probe, Reporter, Transfer
@@ -26,7 +27,7 @@ from stowage.storage.remote.backend import Backend
 from stowage.storage.remote.counters import Counters
 from stowage.storage.remote.event_loop import Worker
 from stowage.storage.remote.presence import Presence
-from stowage.storage.remote.transfers import Flight, Identity, RemoteTransfers
+from stowage.storage.remote.transfers import Identity, RemoteTransfers
 
 TRANSFER_S_MAX: Final = 60.0
 """A transfer ends by then even if its deadline is later."""
@@ -90,8 +91,7 @@ class RemoteTier(Reporter):
         self._begin(transfer, is_load=False)
 
     def _begin(self, transfer: Transfer, is_load: bool) -> None:
-        count = len(transfer.keys)
-        flight = Flight(transfer, np.zeros(count, np.bool_), np.zeros(count, np.uint64))
+        flight, count = Flight(transfer), len(transfer.keys)
         with self._change:
             taken = not self._closed and (self._loads if is_load else self._stores) < self._transfers_max
             if taken:

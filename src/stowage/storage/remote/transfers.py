@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from stowage.core.prefix_search import Search
 from stowage.errors import FormatError
+from stowage.storage.flight import Flight
 from stowage.storage.format import object_envelope
 from stowage.storage.format.compression import Compression, packed_payload
 from stowage.storage.format.protection import Protection
-from stowage.storage.protocol import Inquiry, Outcome, Transfer
+from stowage.storage.protocol import Inquiry, Transfer
 from stowage.storage.remote.backend import Answer, Backend, Cause, Failure
 from stowage.storage.remote.backoff import Backoff
 from stowage.storage.remote.counters import Counters
@@ -33,26 +30,6 @@ from stowage.storage.remote.presence import Presence
 TRIES_MAX: Final = 4
 RETRY_S: Final = 0.05
 """The longest pause before the first retry, doubled for each further one."""
-
-
-@dataclass(slots=True)
-class Flight:
-    """A transfer under way: which of its chunks went well so far, and what was the matter with the others."""
-
-    transfer: Transfer
-    ok: NDArray[np.bool_]
-    masks: NDArray[np.uint64]
-    failures: Counter[str] = field(default_factory=Counter)
-    refused: bool = False
-
-    @property
-    def unsettled(self) -> int:
-        """Chunks of which nothing can be said yet."""
-        return max(0, len(self.ok) - int(np.count_nonzero(self.ok)) - self.failures.total())
-
-    def outcome(self) -> Outcome:
-        text = ", ".join(f"{count} of {len(self.ok)} chunks {what}" for what, count in sorted(self.failures.items()))
-        return Outcome(self.transfer.id, self.ok, self.masks, text, self.refused)
 
 
 @dataclass(frozen=True, slots=True)
