@@ -90,6 +90,9 @@ def test_groups_of_one_slot_size_share_a_class() -> None:
     assert [slab.slots for slab in classes] == [8, 4]
     assert [slab.first_slot for slab in classes] == [0, 8]
     assert classes[1].slot_offset_bytes(9) == 8 * 4096 + 20480
+    assert [classes[1].slot_offset_bytes(slot) for slot in range(8, 8 + classes[1].slots)] == list(
+        classes[1].slot_offsets_bytes
+    )
     with pytest.raises(AssertionError):
         classes[1].slot_offset_bytes(7)
 
