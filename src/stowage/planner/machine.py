@@ -16,7 +16,7 @@ from stowage.errors import ConfigError
 from stowage.planner.model_config import ITEM_BYTES
 from stowage.planner.shapes import USUAL_WIDTH
 
-VERSION = 8
+VERSION = 9
 """Of the machine's file; incremented too when kernels become quicker, so that they are measured again."""
 INT8 = " with --int8-activations"
 """Ends the name of a format whose products round activations to 8 bits."""
