@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 
 from stowage.errors import CheckpointError, ConfigError
 from stowage.models.hub import find, is_here
+from stowage.weights.file import damaged
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -116,7 +117,7 @@ def weight_files(directory: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return [directory / _plain(name) for name in names]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is damaged ({error}); download the checkpoint again.") from error
+        raise damaged(index, error) from error
 
 
 def _plain(name: str) -> str:
@@ -168,4 +169,4 @@ def _check_file(path: Path) -> None:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); download the checkpoint again.") from error
+        raise damaged(path, error) from error

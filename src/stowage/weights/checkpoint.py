@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stowage.errors import CheckpointError
-from stowage.weights.file import File, safetensors_header
+from stowage.weights.file import File, damaged, safetensors_header
 from stowage.weights.gguf import MAGIC
 from stowage.weights.lossless.packed_tensor import METADATA, PackedTensor
 
@@ -209,7 +209,7 @@ def stored_in(path: Path) -> list[Stored]:
                 raise ValueError(f"{name} has another size than its shape")
             found.append(Stored(name, dtype, shape, Span(path, begin + first, end - first)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); download the checkpoint again.") from error
+        raise damaged(path, error) from error
     finally:
         file.close()
     return found
@@ -233,5 +233,5 @@ def _tensors(file: File) -> dict[str, tuple[Segment, str]]:
                     tensor = PackedTensor(file, data + begin, end - begin, packed[name])
                     found[name] = Segment(tensor, 0, tensor.length), tensor.dtype
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file.path} is damaged ({error}); download the checkpoint again.") from error
+        raise damaged(file.path, error) from error
     return found
