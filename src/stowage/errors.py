@@ -73,3 +73,8 @@ class FormatError(StorageError):
 
 class TransferError(StorageError):
     """A copy between device and host that failed. The engine computes again what it would have brought."""
+
+
+def damaged(path: object, error: Exception) -> CheckpointError:
+    """The error for a checkpoint's file that is not what its format says."""
+    return CheckpointError(f"{path} is damaged ({error}); download the checkpoint again.")

@@ -9,9 +9,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 
-from stowage.errors import CheckpointError, ConfigError
+from stowage.errors import CheckpointError, ConfigError, damaged
 from stowage.models.hub import find, is_here
-from stowage.weights.file import damaged
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -18,8 +18,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stowage.errors import CheckpointError
-from stowage.weights.file import File, damaged, safetensors_header
+from stowage.errors import CheckpointError, damaged
+from stowage.weights.file import File, safetensors_header
 from stowage.weights.gguf import MAGIC
 from stowage.weights.lossless.packed_tensor import METADATA, PackedTensor
 

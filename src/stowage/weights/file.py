@@ -155,11 +155,6 @@ def mark_of(fd: int) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def damaged(path: Path, error: Exception) -> CheckpointError:
-    """The error for a checkpoint's file that is not what its format says."""
-    return CheckpointError(f"{path} is damaged ({error}); download the checkpoint again.")
-
-
 def safetensors_header(fd: int) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file, and the offset at which its tensors begin. Its length is checked before memory
     is allocated for it. Raises OSError and ValueError.
