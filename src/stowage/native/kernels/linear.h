@@ -168,14 +168,11 @@ static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
             continue;
         }
         if (avx2_has_dots(job, rows)) {
-            for (int64_t n = begin, count; n < end; n += count) {
-                count = end - n < AVX2_STRIP ? end - n : AVX2_STRIP;
+            for (int64_t n = begin, wide; n < end; n += wide) {
+                wide = end - n < 2 ? 1 : 2;
                 for (int64_t k = 0; k < job->inputs; k += DEPTH)
-                    for (int64_t done = 0; done < count; done++) {
-                        done += avx2_dots(job, row, rows, n + done, count - done, k);
-                        if (done < count)
-                            NAME(strip)(job, row, rows, n + done, 1, 1, k, scratch);
-                    }
+                    if (!avx2_dots(job, row, rows, n, wide, k))
+                        NAME(strip)(job, row, rows, n, (int)wide, 1, k, scratch);
             }
             continue;
         }

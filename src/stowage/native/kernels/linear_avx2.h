@@ -151,11 +151,20 @@ typedef struct {
     Avx2Piece pieces[4];
 } Avx2Pieces;
 
-static Avx2Pieces avx2_pieces_from(const Linear *job, int64_t k, int64_t blocks)
+static inline ALWAYS Avx2Pieces avx2_pieces_from(const Linear *job, int64_t k, int64_t blocks)
 {
-    Avx2Pieces found = {.k = k, .blocks = blocks};
-    if (job->format != FP8 && job->format != F16)
+    Avx2Pieces found;
+    found.k = k, found.blocks = blocks, found.count = 0;
+    if (job->format == FP8 || job->format == F16)
+        return found;
+    if (job->format == PACKED4 || blocks % 4 != 0)
         found.count = avx2_pieces(job, k, blocks * DYNAMIC_BLOCK, found.pieces);
+    else {
+        int64_t first = k / DYNAMIC_GROUP;
+        const Avx2Ways *ways = avx2_ways_of(job, first);
+        found.count = 1;
+        found.pieces[0] = (Avx2Piece){ways, first, blocks / 4, avx2_at(job, ways, first), 0};
+    }
     return found;
 }
 
@@ -202,9 +211,9 @@ static int avx2_has_dots(const Linear *job, int64_t rows)
     return rows <= AVX2_ROWS && avx2_has_numbers(job);
 }
 
-/* Inputs from k on, of at most DEPTH, of a few rows times outputs [n, n + count) in a block format, two of which are laid out at a
- * time; see linear.h for the order of sums. How many outputs were done before some that are not for this. */
-static int64_t avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, int64_t count, int64_t k)
+/* Inputs from k on, of at most DEPTH, of a few rows times the outputs n and n + wide - 1 in a block format; see linear.h for the
+ * order of sums. 0: it is not for these. */
+static int avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n, int64_t wide, int64_t k)
 {
     Avx2Laid laid;
     __m256 kept[2 * AVX2_ROWS];
@@ -212,20 +221,16 @@ static int64_t avx2_dots(const Linear *job, int64_t row, int64_t rows, int64_t n
     if (depth % DYNAMIC_BLOCK != 0)
         return 0;
     Avx2Pieces from = avx2_pieces_from(job, k, depth / DYNAMIC_BLOCK);
-    const Avx2Numbers *numbers = avx2_numbers(job);
-    for (int64_t c = 0, wide; c < count; c += wide) {
-        wide = count - c < 2 ? 1 : 2;
-        for (int i = 0; i < 2; i++)
-            if (!avx2_lay_codes(job, n + c + (i < wide ? i : 0), &from, i, &laid))
-                return c;
-        numbers->dots[rows - 1]((const float *)job->x + row * job->x_row + k, job->x_row, &laid, from.blocks, kept);
-        for (int64_t i = 0; i < 2 * rows; i++) {
-            float *to = (float *)job->y + (row + i / 2) * job->outputs + n + c + i % 2, sum = avx2_total(kept[i]);
-            if (i % 2 < wide)
-                *to = k == 0 ? sum : *to + sum;
-        }
+    for (int i = 0; i < 2; i++)
+        if (!avx2_lay_codes(job, n + (i < wide ? i : 0), &from, i, &laid))
+            return 0;
+    avx2_numbers(job)->dots[rows - 1]((const float *)job->x + row * job->x_row + k, job->x_row, &laid, from.blocks, kept);
+    for (int64_t i = 0; i < 2 * rows; i++) {
+        float *to = (float *)job->y + (row + i / 2) * job->outputs + n + i % 2, sum = avx2_total(kept[i]);
+        if (i % 2 < wide)
+            *to = k == 0 ? sum : *to + sum;
     }
-    return count;
+    return 1;
 }
 
 enum { AVX2_STRIP = 12, AVX2_GROUPS = DEPTH / DYNAMIC_BLOCK };
