@@ -270,6 +270,29 @@ def test_models_in_files_are_told_apart_by_what_these_hold(make: Make, tmp_path:
     assert make(model_name=str(paths[0])).batch_exists(keys) == 0
 
 
+def test_a_repository_that_moved_on_is_another_model(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is the same; what was downloaded of it is not. Copies of a config alone say nothing."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    home, keys = tmp_path / "hub" / "models--org--model", hashes(3)
+    (home / "refs").mkdir(parents=True)
+
+    def downloads(revision: str, files: dict[str, bytes]) -> None:
+        (home / "refs" / "main").write_text(revision)
+        (home / "snapshots" / revision).mkdir(parents=True)
+        for name, content in files.items():
+            (home / "snapshots" / revision / name).write_bytes(content)
+
+    first = make()
+    assert all(first.batch_set_v1(keys, indices(3)))
+    first.close()
+    downloads("a" * 40, {"config.json": b"{}"})
+    assert make().batch_exists(keys) == 3
+    downloads("b" * 40, {"config.json": b"{}", "model.safetensors": b"first"})
+    assert make().batch_exists(keys) == 0
+
+
 def test_a_latent_is_stored_once_for_all_ranks(make: Make) -> None:
     """MLA's pages are alike on every rank; its states are not."""
     ranks = [make(is_mla_model=True, tp_rank=rank, tp_size=2, pools={"mamba": Pool(page=1)}) for rank in (0, 1)]

@@ -125,7 +125,7 @@ def find_gguf(name: str) -> Path | None:
 
 def _downloaded(name: str, repository: str, tag: str) -> str:
     """The file of what was downloaded. Raises ``CheckpointError``."""
-    directory = _snapshot(repository)
+    directory = downloaded(repository)
     try:
         files = hub_gguf.files_of(repository, _gguf_in(directory), tag) if directory else []
     except CheckpointError:  # of what was downloaded
@@ -169,12 +169,14 @@ def _names(repository: str) -> list[str]:
     try:
         return list(HfApi().list_repo_files(repository))
     except (OfflineModeIsEnabled, TransportError):
-        directory = _snapshot(repository)
+        directory = downloaded(repository)
         return _gguf_in(directory) if directory else []
 
 
-def _snapshot(repository: str) -> Path | None:
-    """Where what was downloaded of a repository lies."""
+def downloaded(repository: str) -> Path | None:
+    """Where what was downloaded of a repository's default revision lies. Raises ``ValueError`` for what cannot be a
+    repository's name.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -7,13 +7,14 @@ does not tell the weights, the layout, or which part of a page a rank holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from stowage.core.key import Field, namespace
-from stowage.models import identity
+from stowage.models import hub, identity
 from stowage.storage.format import envelope, segment
 
 FORMAT = 1
@@ -79,12 +80,17 @@ class Names:
 
 
 def _weights(model: str | None) -> str:
-    """A digest of the files of a directory, or of a file and those that it is split over; else the name, as it was
-    given.
+    """A digest of the files of a directory, of what was downloaded of a repository on the hub, or of a file and those
+    that it is split over; else the name, as it was given. SGLang does not say which revision it serves: of a repository
+    it is the one that was downloaded last under its default name.
     """
-    path = Path(model or "")
-    if model and path.exists():
+    path = Path(model) if model else None
+    if path is not None and not path.exists():
+        path = None
+        with suppress(ValueError):  # no repository is called so
+            path = hub.downloaded(str(model))
+    if path is not None:
         files = identity.files_in(path)
-        if files:
+        if identity.have_tensors(files):
             return identity.of_checkpoint(files[0].parent, files)
     return f"name:{model}"
