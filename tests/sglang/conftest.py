@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,14 @@ def _without_the_engine() -> None:
 
 if (UNPACKED / ".installed").exists() and "sglang" not in sys.modules:
     _without_the_engine()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    """Backends on one directory."""
+    from tests.sglang.backends import backends  # SGLang may not be here, and then its tests are skipped
+
+    yield from backends(tmp_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,8 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,78 +19,12 @@ from tests.threads import together
 
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="make sglang installs it")
 
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheFile,
-    HiCacheStorageConfig,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-)
-from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 from stowage.errors import BudgetError, ConfigError
 from stowage.plugins.sglang import StowageStorage
+from tests.sglang.backends import LIMIT, Make, config, hashes, indices
 from tests.sglang.pools import PAGE, Pool
-
-LIMIT = "64MiB"
-Make = Callable[..., Any]
-
-
-def config(extra: dict[str, Any], **more: Any) -> HiCacheStorageConfig:
-    told: dict[str, Any] = {
-        "tp_rank": 0,
-        "tp_size": 1,
-        "pp_rank": 0,
-        "pp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_cp_size": 1,
-        "is_mla_model": False,
-        "enable_storage_metrics": False,
-        "is_page_first_layout": False,
-        "model_name": "org/model",
-    }
-    return HiCacheStorageConfig(**(told | more), extra_config=extra)
-
-
-def attach(storage: Any, pool: Pool, **others: Pool) -> Any:
-    """As SGLang's controllers do it."""
-    storage.register_mem_pool_host(pool)
-    for name, other in others.items():
-        storage.register_mem_host_pool_v2(other, PoolName(name))
-    storage.on_host_pools_registered()
-    return storage
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Backends on one directory. ``kind``: ``stowage`` or ``file``."""
-    made: list[Any] = []
-
-    def begin(kind: str = "stowage", *, pool: Pool | None = None, pools: Any = None, **more: Any) -> Any:
-        if kind == "file":
-            storage = HiCacheFile(config({"file_storage_path": str(tmp_path / "files")}, **more))
-        else:
-            extra = more.pop("extra", {"disk": f"{tmp_path / 'disk'}:{LIMIT}"})
-            dynamic = {"backend_name": "s", "module_path": "stowage.plugins.sglang", "class_name": "StowageStorage"}
-            told = config({**dynamic, "interface_v1": 1, **extra}, **more)
-            storage = StorageBackendFactory.create_backend("dynamic", told, pool)
-            assert isinstance(storage, StowageStorage)
-            made.append(storage)
-        return attach(storage, pool or Pool(), **(pools or {}))
-
-    yield begin
-    for one in made:
-        one.close()
-        assert one.faults == 0, "a bug was answered as a miss"
-
-
-def hashes(count: int, seed: int = 0) -> list[str]:
-    chance = random.Random(seed)
-    return [chance.randbytes(32).hex() for _ in range(count)]
-
-
-def indices(pages: int, first: int = 0, page: int = PAGE) -> torch.Tensor:
-    return torch.arange(first * page, (first + pages) * page)
 
 
 @pytest.mark.parametrize("kind", ["file", "stowage"])
@@ -235,80 +167,6 @@ def test_pools_of_a_hybrid_come_back(make: Make) -> None:
     assert storage.batch_get_v2([short]) == {PoolName.KV: [False]}
 
 
-@pytest.mark.parametrize(
-    ("other", "shared"),
-    [
-        ({}, True),
-        ({"model_name": "org/other"}, False),
-        ({"tp_size": 2}, False),
-        ({"tp_rank": 1, "tp_size": 2}, False),
-        ({"pp_size": 2}, False),
-        ({"is_page_first_layout": True}, False),
-        ({"pool": Pool(dtype=torch.float16)}, False),
-        ({"pool": Pool(width=48)}, False),
-    ],
-    ids=str,
-)
-def test_who_shares_a_directory(other: dict[str, Any], shared: bool, make: Make) -> None:
-    """Engines whose pages mean the same, and no others."""
-    first, keys = make(), hashes(3)
-    assert all(first.batch_set_v1(keys, indices(3)))
-    first.close()
-    assert make(**other).batch_exists(keys) == (3 if shared else 0)
-
-
-def test_models_in_files_are_told_apart_by_what_these_hold(make: Make, tmp_path: Path) -> None:
-    """All files that one is split over, whichever is given."""
-    paths = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
-    for path in paths:
-        path.write_bytes(b"of the first model")
-    first, keys = make(model_name=str(paths[0])), hashes(3)
-    assert all(first.batch_set_v1(keys, indices(3)))
-    first.close()
-    assert make(model_name=str(paths[0])).batch_exists(keys) == 3
-    paths[1].write_bytes(b"of another model")
-    assert make(model_name=str(paths[0])).batch_exists(keys) == 0
-
-
-def test_a_repository_that_moved_on_is_another_model(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its name is the same; what was downloaded of it is not. Copies of a config alone say nothing."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    home, keys = tmp_path / "hub" / "models--org--model", hashes(3)
-    (home / "refs").mkdir(parents=True)
-
-    def downloads(revision: str, files: dict[str, bytes]) -> None:
-        (home / "refs" / "main").write_text(revision)
-        (home / "snapshots" / revision).mkdir(parents=True)
-        for name, content in files.items():
-            (home / "snapshots" / revision / name).write_bytes(content)
-
-    first = make()
-    assert all(first.batch_set_v1(keys, indices(3)))
-    first.close()
-    downloads("a" * 40, {"config.json": b"{}"})
-    assert make().batch_exists(keys) == 3
-    downloads("b" * 40, {"config.json": b"{}", "model.safetensors": b"first"})
-    assert make().batch_exists(keys) == 0
-
-
-def test_a_latent_is_stored_once_for_all_ranks(make: Make) -> None:
-    """MLA's pages are alike on every rank; its states are not."""
-    ranks = [make(is_mla_model=True, tp_rank=rank, tp_size=2, pools={"mamba": Pool(page=1)}) for rank in (0, 1)]
-    keys = hashes(4)
-    state = PoolTransfer(PoolName.MAMBA, torch.tensor([3]), keys=keys[-1:])
-    assert all(ranks[0].batch_set_v1(keys, indices(4))) and all(*ranks[0].batch_set_v2([state]).values())
-    until_s = time.monotonic() + 60
-    while ranks[1].batch_exists(keys) < 4:  # other processes' pages are seen within a second
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-    assert ranks[1].batch_get_v2([state]) == {PoolName.MAMBA: [False]}
-    written = ranks[0].stats()["disk.chunks"]
-    assert all(ranks[1].batch_set_v1(keys, indices(4)))
-    assert ranks[0].stats()["disk.chunks"] == written == 5
-
-
 def test_the_limit_holds(make: Make, tmp_path: Path) -> None:
     """Whatever is written; the newest is found."""
     pool = Pool(tokens=64, width=4096)
@@ -396,7 +254,7 @@ import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
 from tests.sglang import conftest
 from pathlib import Path
-from tests.sglang.test_storage import StowageStorage, attach, config, hashes, indices
+from tests.sglang.backends import StowageStorage, attach, config, hashes, indices
 from tests.sglang.pools import Pool
 pool = Pool(tokens=1024)
 pool.fill()

@@ -173,15 +173,29 @@ def _names(repository: str) -> list[str]:
         return _gguf_in(directory) if directory else []
 
 
-def downloaded(repository: str) -> Path | None:
-    """Where what was downloaded of a repository's default revision lies. Raises ``ValueError`` for what cannot be a
-    repository's name.
+def here(name: str, revision: str | None = None) -> Path | None:
+    """The directory or file that ``name`` is, or where what was downloaded of a repository of that name lies; None:
+    it is neither. The hub is not asked.
+    """
+    from stowage.models.hub_trouble import TROUBLES
+
+    if Path(name).exists():
+        return Path(name)
+    try:
+        return downloaded(name, revision)
+    except (*TROUBLES, ValueError):
+        return None
+
+
+def downloaded(repository: str, revision: str | None = None) -> Path | None:
+    """Where what was downloaded of a repository lies: of its default revision, unless one is given. Raises
+    ``ValueError`` for what cannot be a repository's name.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=[], local_files_only=True))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=[], local_files_only=True))
     except LocalEntryNotFoundError:
         return None
 

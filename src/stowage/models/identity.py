@@ -51,6 +51,14 @@ def have_tensors(files: Iterable[Path]) -> bool:
     return any(path.suffix not in _WITHOUT_TENSORS for path in files)
 
 
+def of_path(path: Path) -> str | None:
+    """Hex digest of the weights in a directory, or of a file and those that it is split over. None: there are none.
+    Raises like `files_in`.
+    """
+    files = files_in(path)
+    return of_checkpoint(files[0].parent, files) if have_tensors(files) else None
+
+
 def of_checkpoint(directory: Path, files: Iterable[Path], state_directory: Path | None = None) -> str:
     """Hex digest over the names and contents of ``files``, which lie in ``directory``."""
     known = Remembered((state_directory or default_state_directory()) / "identities.json")

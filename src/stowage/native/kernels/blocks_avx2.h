@@ -200,12 +200,6 @@ OF(q5_1)
 }
 #undef OF
 
-/* Not 0: one of these halves is infinite or none. */
-static inline ALWAYS unsigned avx2_is_odd(const uint8_t *half)
-{
-    return ((read_short(half) & 0x7fffu) + 0x400) & 0x8000;
-}
-
 /* Not 0: a scale of a block is no number. Of looked up ones all are right. */
 #define ODD(FORMAT, at)                                                                                                \
     ((FORMAT) == Q8_0                          ? avx2_is_odd(at)                                                       \

@@ -1,9 +1,20 @@
 /* How matrices of numbers_avx2.h and blocks_avx2.h are multiplied with a few rows, and made numbers for more. */
 
+static inline int avx2_are_floats(int format)
+{
+    return format == FP8 || format == F16;
+}
+
+/* Whether numbers are rounded to bfloat16: those of MXFP4 are short enough. */
+static inline int avx2_rounds(const Linear *job)
+{
+    return job->form != FLOAT32 && job->format != MXFP4 && job->format != MXFP4_BLOCK;
+}
+
 /* Whether they are computed so, and not one after the other. */
 static int avx2_has_numbers(const Linear *job)
 {
-    return avx2_ways_of(job, 0) != NULL && (avx2_codes_of[job->format] != NULL || job->format == FP8 || job->format == F16);
+    return avx2_ways_of(job, 0) != NULL && (avx2_codes_of[job->format] != NULL || avx2_are_floats(job->format));
 }
 
 /* Eight scales, or zero points, of which `count` are there. */
@@ -52,26 +63,6 @@ static int avx2_ready_words(const Coded *row, int64_t k, int64_t blocks, float l
     return _mm256_testz_ps(odd, odd);
 }
 
-/* Those of Q4_K, Q5_K and Q6_K, which are numbers if their halves are. */
-static inline int avx2_has_super_scales(int format)
-{
-    return format == Q4_K || format == Q5_K || format == Q6_K;
-}
-
-static int avx2_ready_super(int format, const uint8_t *at, int64_t blocks, float larger, float *scales, float *more)
-{
-    unsigned odd = 0;
-    for (int64_t b = 0; b < blocks; b += 8, at += block_bytes_of[format])
-        if (format == Q6_K) {
-            avx2_scales_6(at, larger, scales + b, more + b);
-            odd |= avx2_is_odd(at + 208);
-        } else {
-            avx2_scales_k(at, larger, scales + b, more + b);
-            odd |= avx2_is_odd(at) | avx2_is_odd(at + 2);
-        }
-    return !odd;
-}
-
 /* Of an output's blocks from input k on: scales, and beside them what is added, or second scales, or zero points (which
  * are whole numbers); of numbers that are `rounded` for `avx2_nearest_half`. 0: not all are below 2^79, or numbers may be below
  * the normal ones, which are not rounded as they are. */
@@ -80,7 +71,7 @@ static int avx2_ready(const Linear *job, const Coded *row, int64_t k, int64_t bl
     if (job->format == INT4_WORDS && avx2_has_few_scales(row, k))
         return avx2_ready_words(row, k, blocks, rounded ? AVX2_LARGER : 1, scales, more);
     if (avx2_has_super_scales(job->format))
-        return avx2_ready_super(job->format, dynamic_block(job->format, row, k), blocks, rounded ? AVX2_LARGER : 1, scales, more);
+        return avx2_scales_super(job->format, dynamic_block(job->format, row, k), blocks, rounded ? AVX2_LARGER : 1, scales, more);
     int words = job->format == INT4_WORDS, biased = words || avx2_ways[job->format].kind == BIASED;
     __m256 sign = _mm256_set1_ps(-0.0f), most = _mm256_set1_ps(0x1p79f), odd = _mm256_setzero_ps(), none = odd;
     __m256 larger = _mm256_set1_ps(rounded ? AVX2_LARGER : 1);
@@ -108,13 +99,13 @@ static int avx2_ready(const Linear *job, const Coded *row, int64_t k, int64_t bl
     return _mm256_testz_ps(odd, odd);
 }
 
-/* Lays out floats of 16 bits, or of 8 (e4m3), each of which is one of 16 times 2^8; scales of floats that are `rounded` for
+/* Lays out floats of 16 bits, or of 8 (e4m3); scales of floats that are `rounded` for
  * `avx2_nearest_half`. 0: not all are usual numbers. */
 static int avx2_lay_floats(const Linear *job, const Coded *row, int64_t k, int64_t blocks, int rounded, int i, Avx2Laid *to)
 {
     int bytes = job->format == FP8;
     const uint8_t *at = row->w + (bytes ? k : 2 * k);
-    __m256i odd = _mm256_setzero_si256(), all = _mm256_set1_epi16(bytes ? 0x3f80 : 0x7c00);
+    __m256i none = _mm256_setzero_si256(), all = _mm256_set1_epi16(0x7c00);
     __m256i *halves = (__m256i *)to->of[i].halves;
     float larger = (rounded ? AVX2_LARGER : 1) * (bytes ? 256.0f : 1.0f), own = 1;
     for (int64_t b = 0, end = 0; b < blocks; b++) {
@@ -128,20 +119,21 @@ static int avx2_lay_floats(const Linear *job, const Coded *row, int64_t k, int64
         to->scales[i][b] = own * larger;
         FETCH_FAR(at + AVX2_AHEAD);
         UNROLLED for (int part = 0; part < 2; part++, halves++, at += bytes ? 16 : 32) {
-            __m256i v = bytes ? _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at)), 7) : avx2_32(at);
-            odd = _mm256_or_si256(odd, _mm256_cmpeq_epi16(_mm256_and_si256(v, all), all));
-            _mm256_storeu_si256(halves, bytes ? _mm256_and_si256(v, _mm256_set1_epi16((short)0xbf80)) : v);
+            __m256i odd, v = bytes ? avx2_halves_of_e4m3(at, &odd) : avx2_32(at);
+            if (!bytes)
+                odd = _mm256_cmpeq_epi16(_mm256_and_si256(v, all), all);
+            none = _mm256_or_si256(none, odd);
+            _mm256_storeu_si256(halves, v);
         }
     }
-    return _mm256_testz_si256(odd, odd);
+    return _mm256_testz_si256(none, none);
 }
 
-/* How numbers of a matrix are made. Those that are short enough are not rounded. */
+/* How numbers of a matrix are made. */
 static const Avx2Numbers *avx2_numbers(const Linear *job)
 {
-    int rounded = job->form != FLOAT32 && job->format != MXFP4 && job->format != MXFP4_BLOCK;
     DynamicKind kind = job->format == INT4_WORDS ? BIASED : avx2_ways[job->format].kind;
-    return avx2_numbers_of + 2 * kind + rounded;
+    return avx2_numbers_of + 2 * kind + avx2_rounds(job);
 }
 
 /* Inputs from k on, and the pieces of their groups. */
@@ -155,7 +147,7 @@ static inline ALWAYS Avx2Pieces avx2_pieces_from(const Linear *job, int64_t k, i
 {
     Avx2Pieces found;
     found.k = k, found.blocks = blocks, found.count = 0;
-    if (job->format == FP8 || job->format == F16)
+    if (avx2_are_floats(job->format))
         return found;
     if (job->format == PACKED4 || blocks % 4 != 0)
         found.count = avx2_pieces(job, k, blocks * DYNAMIC_BLOCK, found.pieces);
@@ -173,8 +165,8 @@ static int avx2_lay_codes(const Linear *job, int64_t n, const Avx2Pieces *from, 
 {
     Coded row = coded_row(job, n);
     uint8_t room[AVX2_BYTES];
-    int rounded = job->form != FLOAT32 && job->format != MXFP4 && job->format != MXFP4_BLOCK;
-    if (job->format == FP8 || job->format == F16)
+    int rounded = avx2_rounds(job);
+    if (avx2_are_floats(job->format))
         return avx2_lay_floats(job, &row, from->k, from->blocks, rounded, i, to);
     if (!avx2_ready(job, &row, from->k, from->blocks, rounded, to->scales[i], to->more[i]))
         return 0;

@@ -61,6 +61,32 @@ static inline ALWAYS void avx2_scales_6(const uint8_t *block, float larger, floa
     _mm256_storeu_ps(more, _mm256_mul_ps(scale, avx2_floats(_mm_srli_si128(bytes, 8), 1)));
 }
 
+/* Not 0: one of these halves is infinite or none. */
+static inline ALWAYS unsigned avx2_is_odd(const uint8_t *half)
+{
+    return ((read_short(half) & 0x7fffu) + 0x400) & 0x8000;
+}
+
+/* Scales of Q4_K, Q5_K and Q6_K, of blocks from an address on. 0: a half of one is no number; else all are numbers. */
+static inline int avx2_has_super_scales(int format)
+{
+    return format == Q4_K || format == Q5_K || format == Q6_K;
+}
+
+static inline ALWAYS int avx2_scales_super(int format, const uint8_t *at, int64_t blocks, float larger, float *scales, float *more)
+{
+    unsigned odd = 0;
+    for (int64_t b = 0; b < blocks; b += 8, at += block_bytes_of[format])
+        if (format == Q6_K) {
+            avx2_scales_6(at, larger, scales + b, more + b);
+            odd |= avx2_is_odd(at + 208);
+        } else {
+            avx2_scales_k(at, larger, scales + b, more + b);
+            odd |= avx2_is_odd(at) | avx2_is_odd(at + 2);
+        }
+    return !odd;
+}
+
 /* Four bits of each, of which two more are elsewhere, less 32. */
 static inline ALWAYS void avx2_scales_4(const uint8_t *block, float *scales)
 {
@@ -106,13 +132,19 @@ static inline ALWAYS __m256 avx2_powers(__m128i bytes)
     return _mm256_mul_ps((__m256)v, _mm256_set1_ps(0.5f));
 }
 
-/* Halves of scales of E4M3 of eight blocks: of the first 16 inputs of each, and of the others. A float of 8 bits is one of 16
- * times 2^8. */
+/* 16 floats of 8 bits (e4m3) as floats of 16 bits, which are less by 2^8; all bits are set where one is none. */
+static inline ALWAYS __m256i avx2_halves_of_e4m3(const uint8_t *at, __m256i *none)
+{
+    __m256i v = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at)), 7), most = _mm256_set1_epi16(0x3f80);
+    *none = _mm256_cmpeq_epi16(_mm256_and_si256(v, most), most);
+    return _mm256_and_si256(v, _mm256_set1_epi16((short)0xbf80));
+}
+
+/* Halves of scales of E4M3 of eight blocks: of the first 16 inputs of each, and of the others. */
 static inline ALWAYS void avx2_scales_e4m3(const Coded *row, const uint8_t *at, float *scales, float *more)
 {
-    __m256i v = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at)), 7);
-    __m256i most = _mm256_set1_epi16(0x3f80), none = _mm256_cmpeq_epi16(_mm256_and_si256(v, most), most);
-    v = _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi16((short)0xbf80)), _mm256_and_si256(none, _mm256_set1_epi16(0x7e00)));
+    __m256i none, v = avx2_halves_of_e4m3(at, &none);
+    v = _mm256_or_si256(v, _mm256_and_si256(none, _mm256_set1_epi16(0x7e00)));
     __m256 own[2], whole = _mm256_set1_ps(row->whole), half = _mm256_set1_ps(0.5f);
     UNROLLED for (int i = 0; i < 2; i++) {
         own[i] = _mm256_cvtph_ps(i ? _mm256_extracti128_si256(v, 1) : _mm256_castsi256_si128(v));
@@ -132,13 +164,10 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
     int64_t b = 0, eights = blocks / 8 * 8;
     int format = job->format, bytes = block_bytes_of[format];
     const uint8_t *at = dynamic_block(format, row, k);
-    if (format == Q4_K || format == Q5_K)
-        for (; b < eights; b += 8)
-            avx2_scales_k(at + b / 8 * bytes, 1, scales + b, more + b);
-    else if (format == Q6_K)
-        for (; b < eights; b += 8)
-            avx2_scales_6(at + b / 8 * bytes, 1, scales + b, more + b);
-    else if (avx2_has_sixteens(format))
+    if (avx2_has_super_scales(format)) {
+        avx2_scales_super(format, at, eights, 1, scales, more);
+        b = eights;
+    } else if (avx2_has_sixteens(format))
         for (; b < eights; b += 8)
             avx2_scales_16(format, at + b / 8 * bytes, scales + b, more + b);
     else if (format == IQ4_XS)

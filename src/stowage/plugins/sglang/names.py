@@ -7,8 +7,6 @@ does not tell the weights, the layout, or which part of a page a rank holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
@@ -84,13 +82,5 @@ def _weights(model: str | None) -> str:
     that it is split over; else the name, as it was given. SGLang does not say which revision it serves: of a repository
     it is the one that was downloaded last under its default name.
     """
-    path = Path(model) if model else None
-    if path is not None and not path.exists():
-        path = None
-        with suppress(ValueError):  # no repository is called so
-            path = hub.downloaded(str(model))
-    if path is not None:
-        files = identity.files_in(path)
-        if identity.have_tensors(files):
-            return identity.of_checkpoint(files[0].parent, files)
-    return f"name:{model}"
+    path = hub.here(model) if model else None
+    return (path and identity.of_path(path)) or f"name:{model}"

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from stowage.core.geometry import Group
 from stowage.core.key import Field, namespace, tenant_namespace
-from stowage.models import identity
+from stowage.models import hub, identity
 from stowage.plugins.vllm import adapter
 from stowage.plugins.vllm.division import Division
 from stowage.storage.format import envelope, segment
@@ -157,28 +157,14 @@ def _weights(model: Any, config: Any) -> str:
     )
     if elsewhere:
         return _private(f"the weights come from {elsewhere} and not from files in a directory")
-    path = _path(model)
-    if path is not None:
-        files = identity.files_in(path)
-        if identity.have_tensors(files):
-            return identity.of_checkpoint(files[0].parent, files)
+    path = hub.here(model.model, model.revision)
+    digest = identity.of_path(path) if path is not None else None
+    if digest is not None:
+        return digest
     commit = getattr(model.hf_config, "_commit_hash", None)
     if commit and (model.hf_config_path or model.model) == model.model:  # else it is of where the config lies
         return f"hub:{model.model}@{commit}"
     return _private(f"no files with weights were found of {model.model}, and its revision is not known")
-
-
-def _path(model: Any) -> Path | None:
-    """The directory, or the file, that the weights are read from."""
-    if Path(model.model).exists():
-        return Path(model.model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError, ValueError):
-        return None
 
 
 def _private(why: str) -> str:
