@@ -17,6 +17,7 @@ from stowage.cuda.mapped import mapped
 from stowage.engine.engine import Engine
 from stowage.transfer.pinning import pin, should_pin_memory
 from stowage.weights.host_buffers import HostBuffers
+from tests.answers import bits
 from tests.engine.conftest import greedy, random_prompt
 
 pytestmark = [
@@ -43,7 +44,7 @@ def said(path: Path, **memory: Any) -> tuple[list[Any], dict[str, float]]:
         found = [engine.generate([prompt], greedy(6))[0] for prompt in PROMPTS * 2]
         engine.check()
         stats = engine.stats().get("weights", {})
-    return [[(t.token_id, t.logprob) for t in one.logprobs] for one in found], stats
+    return bits(found), stats
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "qwen3_next"])

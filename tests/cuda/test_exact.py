@@ -13,6 +13,7 @@ import torch
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.errors import ConfigError
+from tests.answers import bits
 from tests.engine.conftest import greedy, random_prompt
 
 pytestmark = [
@@ -38,9 +39,9 @@ def opened(path: Path, dtype: str, **given: Any) -> Engine:
     return engine
 
 
-def bits(engine: Engine, prompts: Sequence[list[int]], *, together: bool = False) -> list[Any]:
+def answers(engine: Engine, prompts: Sequence[list[int]], *, together: bool = False) -> list[Any]:
     found = engine.generate(list(prompts), PARAMS) if together else [engine.generate([p], PARAMS)[0] for p in prompts]
-    return [[(t.token_id, t.logprob, t.top) for t in one.logprobs] for one in found]
+    return bits(found)
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
@@ -49,19 +50,19 @@ def test_nothing_differs(family: str, dtype: str, checkpoints: Callable[..., Pat
     expected = []
     for prompt in PROMPTS:
         with opened(path, dtype, cuda_graphs=False, memory={"kv_cache_memory": "64MiB", "max_num_seqs": 3}) as engine:
-            expected += bits(engine, [prompt])
+            expected += answers(engine, [prompt])
     tiers = {"host_memory": "64MiB", "disk": f"{tmp_path / 'kv'}:256MiB"}
     with opened(path, dtype, memory=tiers) as engine:
-        assert bits(engine, PROMPTS, together=True) == expected, "as one batch"
-        assert bits(engine, PROMPTS) == expected, "from the device"
+        assert answers(engine, PROMPTS, together=True) == expected, "as one batch"
+        assert answers(engine, PROMPTS) == expected, "from the device"
         assert engine.flush()
         engine.drop_device_cache()
-        assert bits(engine, PROMPTS, together=True) == expected, "from host memory"
+        assert answers(engine, PROMPTS, together=True) == expected, "from host memory"
         assert engine.stats()["graphs"]["captured_steps"] > 20 and engine.stats()["graphs"]["refused"] == 0
         assert engine.stats()["engine"]["tokens_reused"] > 0
         assert engine.flush()
     with opened(path, dtype, memory=tiers) as engine:
-        assert bits(engine, PROMPTS) == expected, "from disk, after a restart"
+        assert answers(engine, PROMPTS) == expected, "from disk, after a restart"
         assert engine.stats()["store"]["hits.disk"] > 0
 
 
@@ -69,9 +70,9 @@ def test_nothing_differs(family: str, dtype: str, checkpoints: Callable[..., Pat
 def test_nothing_differs_when_weights_cross_over(rules: str, checkpoints: Callable[..., Path]) -> None:
     path = checkpoints("llama", 4096)
     with opened(path, "float32") as engine:
-        expected = bits(engine, PROMPTS)
+        expected = answers(engine, PROMPTS)
     with opened(path, "float32", memory={"host_memory": "64MiB", "weights": rules}) as engine:
-        assert bits(engine, PROMPTS, together=True) == expected
+        assert answers(engine, PROMPTS, together=True) == expected
 
 
 def test_experts_are_refused(checkpoints: Callable[..., Path]) -> None:

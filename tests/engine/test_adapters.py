@@ -21,6 +21,7 @@ import stowage
 from stowage import Engine, Memory, SamplingParams
 from stowage.cli.app import app
 from stowage.testing import tiny_models
+from tests.answers import bits
 from tests.depth import mostly_rare
 from tests.engine.conftest import LOGPROB_BOUND
 from tests.weights import gguf_files, published_files
@@ -65,8 +66,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 
 
 def answers(engine: Engine, adapter: str | None = None, prompts: list[list[int]] = PROMPTS) -> list[Any]:
-    found = engine.generate(prompts, GREEDY, adapter=adapter)
-    return [(c.token_ids, [p.logprob for p in c.logprobs]) for c in found]
+    return bits(engine.generate(prompts, GREEDY, adapter=adapter))
 
 
 @pytest.mark.parametrize("dtype", mostly_rare(["float32", "bfloat16"], ["bfloat16"]))
@@ -139,8 +139,7 @@ def test_neighbours_and_budgets_change_no_bit(dtype: str, memory: dict[str, Any]
     with Engine(world / dtype, Memory(**MEMORY, **memory), deterministic=True, adapter=names) as engine:
         for _ in range(2):
             requests = [engine.submit(PROMPTS[at % 4], GREEDY, adapter=kind) for at, kind in enumerate(kinds)]
-            done = [request.result() for request in requests if request.wait(60)]
-            assert [(c.token_ids, [p.logprob for p in c.logprobs]) for c in done] == alone
+            assert bits(request.result() for request in requests if request.wait(60)) == alone
         engine.check()
 
 

@@ -26,6 +26,7 @@ from stowage.executor.determinism.pieces import Pieces
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused import recurrent_layers
 from stowage.testing import tiny_models
+from tests.answers import answer_bits, bits
 from tests.depth import mostly_rare
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 
@@ -56,11 +57,6 @@ WITHOUT_KERNELS = [
 ]
 
 
-def bits(completion):
-    """All that a client sees of an answer."""
-    return completion.token_ids, completion.logprobs
-
-
 @pytest.fixture
 def opened(checkpoints):
     engines = []
@@ -89,14 +85,14 @@ def test_500_tokens(family, opened, tmp_path):
     sequence, so that some are preempted; then from disk after a restart, from host, and from the device.
     """
     alone = opened(family)
-    (expected,) = map(bits, alone.generate([PROMPT], greedy(NEW_TOKENS)))
+    (expected,) = bits(alone.generate([PROMPT], greedy(NEW_TOKENS)))
     need = bytes_needed(alone.parts.layout.blocks, len(PROMPT) + NEW_TOKENS, 200)
     stored = {"host_memory": "64MiB", "disk": f"{tmp_path / 'cache'}:256MiB"}
     crowded = opened(family, kv_cache_memory=int(need * 1.15), max_num_batched_tokens=200, **stored)
     asked = [(OTHERS[3], 250), (OTHERS[1], 100), (PROMPT, NEW_TOKENS)]
     handles = [crowded.submit(prompt, greedy(count)) for prompt, count in asked]
     assert all(handle.wait(300) for handle in handles)
-    assert bits(handles[2].result()) == expected
+    assert answer_bits(handles[2].result()) == expected
     if family in ("llama", "deepseek_v3"):  # the others keep little of what is far behind, and find room
         assert crowded.stats()["engine"]["preemptions"] > 0
     assert crowded.flush()
@@ -105,7 +101,7 @@ def test_500_tokens(family, opened, tmp_path):
     for tier in ("disk", "host", "device"):
         (again,) = engine.generate([PROMPT], greedy(60))
         assert again.reused_tokens[tier] == sum(again.reused_tokens.values()) >= 256
-        assert bits(again) == (expected[0][:60], expected[1][:60])
+        assert answer_bits(again) == (expected[0][:60], expected[1][:60])
         if tier == "disk":
             engine.drop_device_cache()
 
@@ -141,7 +137,7 @@ def _next_turn(family, opened, reused):
     (warm,) = engine.generate([question], greedy(20))
     assert warm.reused_tokens["device"] == reused
     (cold,) = opened(family).generate([question], greedy(20))
-    assert bits(warm) == bits(cold)
+    assert answer_bits(warm) == answer_bits(cold)
 
 
 def test_a_scan_that_nobody_saw_is_found_by_the_trial(opened, scanned, monkeypatch):
@@ -178,10 +174,10 @@ def test_one_that_scans_is_preempted_and_computed_again(opened, scanned):
 def _preempted(family, opened):
     roomy = opened(family, 160)
     prompts = [random_prompt(60 + i, seed=i) for i in range(3)]
-    expected = [bits(roomy.generate([prompt], greedy(90))[0]) for prompt in prompts]
+    expected = [answer_bits(roomy.generate([prompt], greedy(90))[0]) for prompt in prompts]
     need = bytes_needed(roomy.parts.layout.blocks, 160, 128)
     crowded = opened(family, 160, kv_cache_memory=int(need * 1.7), max_num_batched_tokens=128)
-    assert [bits(c) for c in crowded.generate(prompts, greedy(90))] == expected
+    assert bits(crowded.generate(prompts, greedy(90))) == expected
     assert crowded.stats()["engine"]["preemptions_recomputed"] > 0
 
 
@@ -217,11 +213,12 @@ def test_any_schedule(family, dtype, checkpoints):
                 if number not in known:
                     fresh.drop_device_cache()
                     fresh.drop_host()
-                    (known[number],) = map(bits, fresh.generate([prompt], greedy(24)))
+                    (known[number],) = bits(fresh.generate([prompt], greedy(24)))
             with engine(kv_cache_memory=int(need * room), max_num_batched_tokens=step) as other:
                 for _ in range(2):
                     completions = other.generate([prompts[n] for n in asked], greedy(24))
-                    assert [bits(c) == known[n] for c, n in zip(completions, asked, strict=True)] == [True] * len(asked)
+                    same = [answer_bits(c) == known[n] for c, n in zip(completions, asked, strict=True)]
+                    assert all(same), same
                     if drop:
                         other.drop_device_cache()
                 other.check()
@@ -288,17 +285,17 @@ def test_without_kernels(family, dtype, checkpoints, monkeypatch, tmp_path):
         assert engine.exact and ("unset it" in why or "float16" in why or engine.executor == "fallback")
         expected = []
         for prompt in prompts:
-            expected += map(bits, engine.generate([prompt], greedy(8)))
+            expected += bits(engine.generate([prompt], greedy(8)))
             engine.drop_device_cache()
     tiered = Memory(kv_cache_memory="8MiB", host_memory="32MiB", disk=f"{tmp_path / 'cache'}:256MiB")
     with Engine(checkpoints(family), tiered, dtype=dtype) as engine:
-        assert list(map(bits, engine.generate(prompts, greedy(8)))) == expected, "together"
-        assert list(map(bits, engine.generate(prompts, greedy(8)))) == expected, "from the device"
+        assert bits(engine.generate(prompts, greedy(8))) == expected, "together"
+        assert bits(engine.generate(prompts, greedy(8))) == expected, "from the device"
         assert engine.flush()
     with Engine(checkpoints(family), tiered, dtype=dtype) as engine:
         engine.forget_costs()
         found = engine.generate(prompts, greedy(8))
-        assert list(map(bits, found)) == expected, "after a restart"
+        assert bits(found) == expected, "after a restart"
         assert sum(completion.reused_tokens["disk"] for completion in found) > 0
 
 
@@ -313,13 +310,13 @@ def test_many_layers(family, layers, tmp_path):
         assert engine.exact
         expected = []
         for prompt in prompts:
-            expected += map(bits, engine.generate([prompt], greedy(8)))
+            expected += bits(engine.generate([prompt], greedy(8)))
             engine.drop_device_cache()
     tiered = Memory(kv_cache_memory="32MiB", host_memory="128MiB", disk=f"{tmp_path / 'cache'}:512MiB")
     for _ in range(2):
         with Engine(path, tiered, dtype="bfloat16") as engine:
             engine.forget_costs()
-            assert list(map(bits, engine.generate(prompts, greedy(8)))) == expected
+            assert bits(engine.generate(prompts, greedy(8))) == expected
             assert engine.flush()
 
 
@@ -333,11 +330,11 @@ def test_where_torch_is_quicker_with_many_rows(family, checkpoints, monkeypatch,
         assert engine.exact and engine.parts.pieces == Pieces(256, alone=True)
         expected = []
         for prompt in prompts:
-            expected += map(bits, engine.generate([prompt], greedy(8)))
+            expected += bits(engine.generate([prompt], greedy(8)))
             engine.drop_device_cache()
-        assert list(map(bits, engine.generate(prompts, greedy(8)))) == expected, "together"
+        assert bits(engine.generate(prompts, greedy(8))) == expected, "together"
         found = engine.generate(prompts, greedy(8))
-        assert list(map(bits, found)) == expected, "from the device"
+        assert bits(found) == expected, "from the device"
         assert sum(completion.reused_tokens["device"] for completion in found) >= 2 * 256
 
 

@@ -21,6 +21,7 @@ from stowage.executor.batch import StreamStep
 from stowage.executor.block_pool import blocks_needed
 from stowage.executor.block_table import OFFLOADED
 from stowage.native import is_wanted
+from tests.answers import answer_bits
 from tests.depth import mostly_rare
 from tests.engine.conftest import assert_nothing_is_pinned, check_and_close, greedy, random_prompt
 from tests.engine.families.world import World
@@ -80,10 +81,6 @@ def moved(engine):
     return engine.stats()["engine"]["blocks_moved_out"]
 
 
-def bits(completion):
-    return completion.token_ids, completion.logprobs
-
-
 @pytest.mark.parametrize("kernels", mostly_rare([True, False], [True]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_larger_than_the_device(family, kernels, opened, monkeypatch):
@@ -132,11 +129,11 @@ def test_pieces_are_summed_as_the_whole(softcap, sinks, tokens, start, monkeypat
 @pytest.mark.parametrize("family", FAMILIES[:5])
 def test_the_same_bits(family, opened):
     """Deterministic: as on a device with room for all of it, cold and from host memory."""
-    expected = bits(opened(family, deterministic=True).generate([PROMPT], greedy(NEW_TOKENS))[0])
+    expected = answer_bits(opened(family, deterministic=True).generate([PROMPT], greedy(NEW_TOKENS))[0])
     engine = opened(family, 50, deterministic=True)
     for where in ("cold", "host"):
         (completion,) = engine.generate([PROMPT], greedy(NEW_TOKENS))
-        assert bits(completion) == expected
+        assert answer_bits(completion) == expected
         assert bool(completion.reused_tokens["host"]) == (where == "host")
         engine.drop_device_cache()
     assert moved(engine) > 0

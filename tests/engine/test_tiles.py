@@ -33,6 +33,7 @@ from stowage.executor.determinism import pieces as prompt_pieces
 from stowage.executor.replay.programs import program
 from stowage.executor.tiles import try_scoring, try_tiles
 from stowage.testing import tiny_models
+from tests.answers import bits
 from tests.engine.conftest import random_prompt
 from tests.engine.test_native import Case
 from tests.threads import using_threads
@@ -278,9 +279,8 @@ def test_an_engine_with_tiles_is_exact(kernel, tmp_path):
                 and "amx_bf16" in prompt_pieces.exact_name(engine.parts.pieces)
             )
             alone = [engine.generate([prompt], params)[0] for prompt in prompts]
-            found += [alone, engine.generate(prompts, params)]
-    bits = [[(c.token_ids, [(r.logprob, r.top) for r in c.logprobs or ()]) for c in way] for way in found]
-    assert all(way == bits[0] for way in bits)
+            found += [bits(alone), bits(engine.generate(prompts, params))]
+    assert all(way == found[0] for way in found)
 
 
 @pytest.fixture

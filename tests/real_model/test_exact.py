@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 
-from stowage import Completion, Engine, Memory, SamplingParams
+from stowage import Engine, Memory, SamplingParams
 from stowage.executor.determinism.pieces import TILE_PIECE_TOKENS
+from tests.answers import bits
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / ".real-model" / "SmolLM2-135M-Instruct"
@@ -79,14 +80,6 @@ def engine(memory: Memory, dtype: str = "auto") -> Engine:
     made = Engine(MODEL, memory, dtype=dtype, device=DEVICE)
     assert made.exact
     return made
-
-
-def bits(completions: Sequence[Completion]) -> list[Any]:
-    """Tokens, and the log-probabilities of each to the bit."""
-    return [
-        (tuple(one.token_ids), tuple((report.logprob, tuple(report.top)) for report in one.logprobs or ()))
-        for one in completions
-    ]
 
 
 def answers(

@@ -13,6 +13,7 @@ import pytest
 
 from stowage import Engine, Memory, SamplingParams
 from stowage.models import loading
+from tests.answers import bits
 from tests.real_model import test_chat
 from tests.real_model.test_exact import MODEL, ROOT
 
@@ -49,14 +50,13 @@ def test_it_answers_as_its_dequantised_checkpoint_to_the_bit() -> None:
 def test_activations_in_8_bits_give_other_answers_which_depend_on_nothing_else() -> None:
     """What they say is for the next test: on some processors the model begins one of these answers in French."""
     memory = {"kv_cache_memory": "256MiB", "host_memory": "1GiB"}
-    said: list[list[tuple[list[int], list[float]]]] = []
+    said = []
     for weights, int8 in (("auto", False), ("auto", True), ("model.layers.*=stream", True)):
         with Engine(FILE, Memory(**memory, weights=weights), dtype="bfloat16", int8_activations=int8) as engine:
             chats: list[Any] = [[{"role": "user", "content": text}] for text in QUESTIONS]
             params = SamplingParams(max_new_tokens=24, logprobs=1)
             for asked in (chats, chats[:1]):  # together, and one alone, from the cache
-                answers = engine.generate(list(asked), params)
-                said.append([(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers])
+                said.append(bits(engine.generate(list(asked), params)))
             assert engine.exact
     cold, alone, *streamed = said[2:]
     assert streamed == [cold, alone]

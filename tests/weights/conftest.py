@@ -15,12 +15,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import stowage
+from stowage.engine.sampling_params import SamplingParams
 from stowage.evaluation import pack as packing
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps
 from stowage.weights import grouping
+from tests.answers import bits
 from tests.depth import mostly_rare
+
+GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True, logprobs=1)
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +91,21 @@ def run(jobs: list[Callable[[], None]]) -> None:
 
 def prompt(length: int = 20, seed: int = 0) -> Tensor:
     return torch.randint(5, 500, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def answers_of(source: Path, weights: str = "auto", dtype: str = "bfloat16", **memory: Any) -> list[Any]:
+    """The bits of three answers, given together by an engine on the checkpoint ``source``."""
+    asked = [prompt(length, length)[0].tolist() for length in (70, 3, 40)]
+    given = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "weights": weights, **memory}
+    with stowage.Engine(source, stowage.Memory(**given), dtype=dtype) as engine:
+        return bits(engine.generate(asked, GREEDY))
+
+
+def assert_same_answers(source: Path, plain: Path, *weights: str) -> None:
+    """The checkpoint ``source``, with its weights placed by each of ``weights``, answers as ``plain``, to the bit."""
+    expected = answers_of(plain)
+    for rules in weights or ("auto",):
+        assert answers_of(source, rules) == expected, rules
 
 
 needs_kernels = pytest.mark.skipif(

@@ -22,8 +22,8 @@ from stowage.models.files import check_files
 from stowage.planner.model import read_model
 from tests.depth import mostly_rare
 from tests.weights import published_files as files
-from tests.weights.conftest import logits, prompt
-from tests.weights.test_published import METHODS, said, taken_by
+from tests.weights.conftest import answers_of, assert_same_answers, logits, prompt
+from tests.weights.test_published import METHODS, taken_by
 
 WEIGHTS = "model.safetensors"
 
@@ -80,9 +80,9 @@ def test_files_are_those_that_transformers_reads(
 
 def test_published_weights_are_not_taken_from_a_file_beside_them(tmp_path: Path) -> None:
     published, plain = files.write("llama", tmp_path, *METHODS["fp8"][1:])
-    expected = said(plain)
+    expected = answers_of(plain)
     _beside_an_old_one(published)
-    assert said(published) == expected
+    assert answers_of(published) == expected
 
 
 def _tied(directory: Path, same: bool) -> Path:
@@ -124,9 +124,7 @@ def test_a_quantised_one_with_an_output_layer_beside_its_embedding(same: bool, t
     published, plain = files.write("llama", tmp_path, *METHODS["int4-32"][1:])
     for directory in (published, plain):
         _tied(directory, same)
-    expected = said(plain)
-    assert said(published) == expected
-    assert said(published, "*=stream") == expected
+    assert_same_answers(published, plain, "auto", "*=stream")
     model = loading.load(published).model
     twice = model.lm_head.weight.nbytes if same else 0
     assert read_model(published).total_bytes == taken_by(model) - twice

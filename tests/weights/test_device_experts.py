@@ -26,6 +26,7 @@ from stowage.weights.file import File
 from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.reader import Readers
 from stowage.weights.weight_unit import Delivery
+from tests.answers import bits
 from tests.depth import mostly_rare
 from tests.late_carrier import LateCarrier
 from tests.weights.conftest import bytes_of, logits, prompt
@@ -87,8 +88,7 @@ def test_the_engine_answers_as_with_all_weights_in_memory(
         with stowage.Engine(
             checkpoints(family), Memory(kv_cache_memory="8MiB", host_memory="8MiB", weights=rules)
         ) as engine:
-            found = engine.generate(prompts, GREEDY)
-            said.append([[(t.token_id, t.logprob) for t in one.logprobs] for one in found])
+            said.append(bits(engine.generate(prompts, GREEDY)))
             engine.check()
     assert said[1:] == said[:1] * 2 and not late.violations and late.copies
 

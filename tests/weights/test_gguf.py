@@ -18,19 +18,19 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM
 
 import stowage
-from stowage import CheckpointError, ConfigError, Engine, Memory, ModelError, SamplingParams, UnsupportedModelError
+from stowage import CheckpointError, ConfigError, Engine, Memory, ModelError, UnsupportedModelError
 from stowage.models import loading
 from stowage.models.gguf import checkpoint as gguf_checkpoint
 from stowage.planner.model import read_model
 from stowage.testing import tiny_models
 from stowage.weights.quantized.blocks import BlockLinear
+from tests.answers import bits
 from tests.depth import mostly_rare
 from tests.families import all_of
 from tests.weights import gguf_files
-from tests.weights.conftest import assert_cached_one_by_one, logits, prompt
+from tests.weights.conftest import GREEDY, assert_cached_one_by_one, assert_same_answers, logits, prompt
 from tests.weights.gguf_models import FAMILIES, SIZE, VARIANTS, made, model_of
 
-GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True, logprobs=1)
 KINDS = (
     "Q8_0 Q4_0 Q4_1",
     "Q4_K Q5_K Q6_K",
@@ -108,16 +108,7 @@ def test_an_engine_answers_as_on_the_dequantised_checkpoint_to_the_bit(kinds: st
     chosen = [Kind[name] for name in kinds.split()]
     path = gguf_files.write(plain, tmp_path / "model.gguf", mixed(chosen))
     values = dequantised(path, plain, tmp_path / "values")
-    asked = [prompt(length, length)[0].tolist() for length in (70, 3, 40)]
-    memory = {"kv_cache_memory": "8MiB", "host_memory": "16MiB"}
-    said = []
-    for source, weights in ((values, "auto"), (path, "auto"), (path, "*=stream"), (path, "*=mapped")):
-        with Engine(source, Memory(**memory, weights=weights), dtype="bfloat16") as engine:
-            answers = engine.generate(list(asked), GREEDY)
-            said.append([(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers])
-    assert said[1] == said[0]
-    assert said[2] == said[0]
-    assert said[3] == said[0]
+    assert_same_answers(path, values, "auto", "*=stream", "*=mapped")
     loaded = loading.load(path, "bfloat16").model
     names = {module.spec.name.upper() for module in loaded.modules() if isinstance(module, BlockLinear)}
     assert names >= {kind.name for kind in chosen} - {"BF16", "MXFP4"}, "computed from as they lie"
@@ -151,8 +142,7 @@ def test_experts_that_have_inputs_first_in_checkpoints_are_computed_from_as_they
     def said(source: Path, weights: str, *together: list[list[int]]) -> list[Any]:
         sizes: Any = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "max_num_batched_tokens": 32}
         with Engine(source, Memory(**sizes, weights=weights), dtype="bfloat16") as engine:
-            answers = [answer for prompts in together for answer in engine.generate(prompts, GREEDY)]
-        return [(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers]
+            return [answer for prompts in together for answer in bits(engine.generate(prompts, GREEDY))]
 
     expected = said(values, "auto", asked)
     apart = "*=experts" if family == "gpt_oss" else "*=mapped"

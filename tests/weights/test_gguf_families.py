@@ -10,7 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from stowage import CheckpointError, Engine, Memory, UnsupportedModelError
+from stowage import CheckpointError, UnsupportedModelError
 from stowage.models import loading
 from stowage.models.gguf import checkpoint as gguf_checkpoint
 from stowage.models.gguf import families, latents
@@ -21,9 +21,9 @@ from stowage.weights.gguf import GgufFile
 from tests.depth import mostly_rare
 from tests.families import all_of
 from tests.weights import gguf_files
-from tests.weights.conftest import logits, prompt
+from tests.weights.conftest import assert_same_answers, logits, prompt
 from tests.weights.gguf_models import FAMILIES, SIZE, VARIANTS, made, model_of, vocabulary_of
-from tests.weights.test_gguf import GREEDY, dequantised, mixed
+from tests.weights.test_gguf import dequantised, mixed
 
 RELAID = {
     "afmoe": "*=experts",
@@ -86,14 +86,7 @@ def test_families_that_lie_otherwise_answer_as_their_dequantised_checkpoint_to_t
     read = gguf_checkpoint.open_gguf(path).state("bfloat16")
     expected = plain.state_dict()
     assert all(torch.equal(read[name], expected[name]) for name in read)
-    asked = [prompt(length, length)[0].tolist() for length in (70, 3, 40)]
-    memory = {"kv_cache_memory": "8MiB", "host_memory": "16MiB"}
-    said = []
-    for source, weights in ((values, "auto"), (path, RELAID[name])):
-        with Engine(source, Memory(**memory, weights=weights), dtype="bfloat16") as engine:
-            answers = engine.generate(list(asked), GREEDY)
-            said.append([(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers])
-    assert said[1] == said[0]
+    assert_same_answers(path, values, RELAID[name])
 
 
 def test_layers_that_guess_tokens_ahead_are_left_out(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from stowage.config.settings import load_settings
 from stowage.evaluation import parity
 from stowage.executor import kernels
 from stowage.executor.int8_activations import ROUNDED_FROM, note_of
+from tests.answers import bits
 from tests.depth import mostly_rare
 from tests.weights import gguf_files
 from tests.weights.conftest import prompt
@@ -28,8 +29,7 @@ ASKED = [prompt(length, length)[0].tolist() for length in (70, 3, 40, 33, 90, RO
 
 
 def answers(engine: Engine, asked: list[Any]) -> list[Any]:
-    found = engine.generate(list(asked), GREEDY)
-    return [(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in found]
+    return bits(engine.generate(list(asked), GREEDY))
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from stowage.testing import tiny_models
 from stowage.weights.quantized import codes, modules
 from stowage.weights.quantized.blocks import BlockLinear
 from stowage.weights.quantized.stacks import BlockStack
+from tests.answers import bits
 from tests.depth import mostly_rare
 from tests.weights.conftest import assert_cached_one_by_one, bytes_of, logits, prompt
 
@@ -126,7 +127,7 @@ def test_published_formats_answer_as_their_values_do_to_the_bit(
         with Engine(tmp_path / "packed", memory) as engine:
             answers = [engine.generate([tokens], GREEDY)[0] for _ in range(2)]
             assert sum(answers[1].reused_tokens.values()) > 0
-            return [(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers]
+            return bits(answers)
 
     with monkeypatch.context() as patched:
         patched.setattr(kernels, "supports_blocks", lambda x, matrix: False)  # a tile of its values at a time
@@ -145,7 +146,7 @@ def test_an_engine_serves_a_packed_model_from_disk_and_its_prefixes_from_tiers(
         with Engine(packs("llama"), Memory(**memory, weights=weights)) as engine:
             for _ in range(2):
                 (answer,) = engine.generate([tokens], GREEDY)
-                said.append((answer.token_ids, [one.logprob for one in answer.logprobs or []]))
+                said += bits([answer])
             assert sum(answer.reused_tokens.values()) > 0
             names.add(engine.parts.namespace)
     assert said[0] == said[2]
@@ -160,9 +161,7 @@ def test_deterministic_answers_do_not_depend_on_the_batch(packs: Callable[..., P
         packs("qwen3_moe", "int4"), Memory(kv_cache_memory="8MiB", weights="*=stream"), deterministic=True
     ) as engine:
         together, alone = engine.generate(list(prompts), GREEDY), [engine.generate([p], GREEDY)[0] for p in prompts]
-    for one, other in zip(together, alone, strict=True):
-        assert one.token_ids == other.token_ids
-        assert [t.logprob for t in one.logprobs or []] == [t.logprob for t in other.logprobs or []]
+    assert bits(together) == bits(alone)
 
 
 @pytest.mark.parametrize("form", ["int8", "mxfp4"])

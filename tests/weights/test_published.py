@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import stowage
-from stowage import BudgetError, CheckpointError, Engine, Memory, SamplingParams, UnsupportedModelError
+from stowage import BudgetError, CheckpointError, UnsupportedModelError
 from stowage.evaluation import pack as packing
 from stowage.models import loading
 from stowage.planner import format_speed
@@ -27,9 +27,8 @@ from stowage.weights.quantized.formats import Spec, dequantized_by_torch
 from tests.depth import mostly_rare
 from tests.families import all_of
 from tests.weights import published_files as files
-from tests.weights.conftest import assert_cached_one_by_one, logits, prompt
+from tests.weights.conftest import assert_cached_one_by_one, assert_same_answers, logits, prompt
 
-GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True, logprobs=1)
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
@@ -94,15 +93,6 @@ WITHOUT = ("embed", "lm_head", "norm", "router", ".gate.", "visual", "vision", "
 DENSE = {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}
 
 
-def said(source: Path, weights: str = "auto", **memory: Any) -> list[Any]:
-    """Tokens and logarithms of probabilities of three answers."""
-    asked = [prompt(length, length)[0].tolist() for length in (70, 3, 40)]
-    given = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "weights": weights, **memory}
-    with Engine(source, Memory(**given), dtype="bfloat16") as engine:
-        answers = engine.generate(asked, GREEDY)
-        return [(a.token_ids, [one.logprob for one in a.logprobs or []]) for a in answers]
-
-
 def taken_by(model: Any) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
@@ -113,10 +103,7 @@ def taken_by(model: Any) -> int:
 def test_an_engine_answers_as_on_the_plain_values_to_the_bit(name: str, tmp_path: Path) -> None:
     family, method, quantiser = METHODS[name]
     published, plain = files.write(family, tmp_path, method, quantiser, **(DENSE if family == "qwen2" else {}))
-    expected = said(plain)
-    assert said(published) == expected
-    assert said(published, "*=stream") == expected
-    assert said(published, "*=mapped") == expected
+    assert_same_answers(published, plain, "auto", "*=stream", "*=mapped")
     model = loading.load(published).model
     layers = [module for module in model.modules() if isinstance(module, BlockLinear)]
     assert len(layers) == 2 * 7, "computed from as they lie"
@@ -156,7 +143,7 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {"qwen3_moe-cut": {"moe_intermediate_
 def test_experts_stay_as_published_and_are_cached_one_by_one(name: str, tmp_path: Path) -> None:
     family, method, quantiser = EXPERTS[name]
     published, plain = files.write(family, tmp_path, method, quantiser, **CHANGED.get(name, {}))
-    assert said(published) == said(plain)
+    assert_same_answers(published, plain)
     whole = loading.load(published)
     model = stowage.offload(published, weights="*=experts")
     assert_cached_one_by_one(model, whole.model)
@@ -179,9 +166,7 @@ def test_experts_that_a_tool_has_taken_apart_are_read_where_they_lie(family: str
     _, method, quantiser = METHODS[name]
     published, plain = files.write(family, tmp_path, method, quantiser, without=WITHOUT)
     files.apart(published, plain, quantiser)
-    expected = said(plain)
-    assert said(published) == expected
-    assert said(published, "model.layers.*=stream") == expected
+    assert_same_answers(published, plain, "auto", "model.layers.*=stream")
     model = loading.load(published).model
     assert any("down_proj_" in kind for layer in model.modules() for kind, _ in layer.named_parameters(recurse=False))
     assert read_model(published).total_bytes == taken_by(model)
@@ -274,12 +259,7 @@ def test_the_second_format_of_gptq_is_read_also_where_a_config_says_the_first(
     stated = words("gptq", 32)[0] | ({"checkpoint_format": "gptq_v2", "sym": False} if says else {"sym": True})
     files.rewrite(published, state, quantization_config=stated)
     files.rewrite(plain, meant)
-    expected = said(plain)
-    assert said(published) == expected
-    assert said(published, "*=stream") == expected
-    assert said(published, "*=mapped") == expected
-    if family != "llama":
-        assert said(published, "*=experts") == expected
+    assert_same_answers(published, plain, "auto", "*=stream", "*=mapped", *(["*=experts"] if family != "llama" else []))
     model = loading.load(published).model
     assert any("codes" in name for layer in model.modules() for name, _ in layer.named_parameters(recurse=False))
     planned = read_model(published)
@@ -331,9 +311,7 @@ def test_what_cannot_be_computed_as_it_lies_is_expanded(tmp_path: Path, caplog: 
 def test_embeddings_that_are_quantised_too_are_numbers_in_memory(name: str, tied: bool, tmp_path: Path) -> None:
     _, method, quantiser = METHODS[name]
     published, plain = files.write("llama", tmp_path, method, quantiser, without=("norm",), tie_word_embeddings=tied)
-    expected = said(plain)
-    assert said(published) == expected
-    assert said(published, "*=stream") == expected, "but for these"
+    assert_same_answers(published, plain, "auto", "*=stream")
     model = loading.load(published).model
     assert model.get_input_embeddings().weight.dtype is torch.bfloat16
     assert read_model(published).total_bytes == taken_by(model) - tied * model.lm_head.weight.nbytes

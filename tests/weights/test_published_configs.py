@@ -20,8 +20,8 @@ from stowage.planner.model import read_model
 from stowage.testing import tiny_models
 from tests.depth import mostly_rare
 from tests.weights import published_files as files
-from tests.weights.conftest import logits, prompt
-from tests.weights.test_published import FP8, METHODS, compressed, int4, said, taken_by, words
+from tests.weights.conftest import answers_of, assert_same_answers, logits, prompt
+from tests.weights.test_published import FP8, METHODS, compressed, int4, taken_by, words
 
 FLOAT = "float-quantized"
 BLOCKS: Mapping[str, tuple[Mapping[str, Any], Callable[..., Any]]] = {
@@ -36,7 +36,7 @@ BLOCKS: Mapping[str, tuple[Mapping[str, Any], Callable[..., Any]]] = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_fp8_are_read_however_compressed_tensors_says_them(name: str, tmp_path: Path) -> None:
     published, plain = files.write("llama", tmp_path, *BLOCKS[name])
-    assert said(published) == said(plain)
+    assert_same_answers(published, plain)
     total = read_model(published).total_bytes
     (published / "model.safetensors").unlink()
     assert read_model(published).total_bytes == pytest.approx(total, rel=1e-2), "by the config alone"
@@ -133,7 +133,7 @@ def test_scales_that_are_powers_of_two_are_read(tmp_path: Path) -> None:
     files.rewrite(published, state)
     files.rewrite(plain, meant)
     assert json.loads((published / "config.json").read_text())["quantization_config"]["scale_fmt"] == "ue8m0"
-    assert said(published) == said(plain)
+    assert_same_answers(published, plain)
 
 
 @pytest.mark.parametrize("name", mostly_rare(["blocks", "one", "halves"], ["blocks", "halves"]))
@@ -160,9 +160,7 @@ def test_experts_stacked_in_fp8_are_read(name: str, tmp_path: Path) -> None:
     assert stacks
     files.rewrite(published, state)
     files.rewrite(plain, meant)
-    expected = said(plain)
-    assert said(published) == expected
-    assert said(published, "*=stream") == expected
+    assert_same_answers(published, plain, "auto", "*=stream")
     assert any("codes" in path for path, _ in loading.load(published).model.named_parameters() if "experts" in path)
 
 
@@ -270,7 +268,7 @@ def test_scales_that_are_no_numbers_are_told_as_such(tmp_path: Path) -> None:
     state, name = load_file(published / "model.safetensors"), "model.layers.1.mlp.up_proj.weight_scale"
     files.rewrite(published, {**state, name: torch.full_like(state[name], float("nan"))})
     with pytest.raises(CheckpointError, match="computes NaN, and no number, in bfloat16"):
-        said(published)
+        answers_of(published)
 
 
 @pytest.mark.parametrize("stated", [["fp8"], "fp8", 8, True, []])
@@ -301,7 +299,7 @@ def test_auto_round_writes_layouts_of_others(name: str, tmp_path: Path) -> None:
     packing = f"auto_round:auto_{stated['quant_method']}"
     said_by_it = {**stated, "quant_method": "auto-round", "packing_format": packing, "data_type": "int", "sym": False}
     published, plain = files.write(family, tmp_path, said_by_it, quantiser)
-    assert said(published) == said(plain)
+    assert_same_answers(published, plain)
     total = read_model(published).total_bytes
     files.rewrite(published, quantization_config=said_by_it | {"packing_format": "auto_round:fp8"})
     with pytest.raises(UnsupportedModelError, match=r"by auto-round and packed as 'auto_round:fp8', which is not read"):
@@ -311,7 +309,7 @@ def test_auto_round_writes_layouts_of_others(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"in 8 bits in {layer} \(extra_config\)"):
         loading.load(published)
     files.rewrite(published, quantization_config=said_by_it | {"extra_config": {layer: {"bits": 4}}})
-    assert said(published) == said(plain)
+    assert_same_answers(published, plain)
     files.rewrite(published, quantization_config=said_by_it)
     (published / "model.safetensors").unlink()
     assert read_model(published).total_bytes == pytest.approx(total, rel=1e-2), "by the config alone"
@@ -364,7 +362,7 @@ def test_groups_of_single_layers_are_planned_and_read_each_as_it_is(tmp_path: Pa
         state[name.replace("packed", "g_idx")] = torch.full((8 * state[name].shape[1],), -1, dtype=torch.int32)
     files.rewrite(published, state)
     files.rewrite(plain, meant)
-    assert said(published) == said(plain)
+    assert_same_answers(published, plain)
     total = read_model(published).total_bytes
     (published / "model.safetensors").unlink()
     assert read_model(published).total_bytes == pytest.approx(total, rel=1e-2), "by the config alone"

@@ -20,7 +20,8 @@ from stowage.evaluation import pack as packing
 from stowage.models import loading
 from stowage.planner.model import read_model
 from tests.weights import published_files as files
-from tests.weights.test_published import MODELOPT, compressed, nvfp4, said
+from tests.weights.conftest import answers_of, assert_same_answers
+from tests.weights.test_published import MODELOPT, compressed, nvfp4
 
 LAYER = "model.layers.0.mlp.down_proj"
 LEFT = ["lm_head", "model.layers.1.self_attn*", "model.layers.*.mlp.up_proj"]
@@ -49,7 +50,7 @@ def test_what_model_optimizer_left_out_is_numbers_wherever_it_says_so(where: str
     published, plain = files.write("llama", tmp_path, stated, files.nvfp4(False), without=WITHOUT)
     if where != "config.json":
         _says(published, _beside("NVFP4"))
-    assert said(published) == said(plain)
+    assert_same_answers(published, plain)
     total = read_model(published).total_bytes
     assert total == sum(tensor.nbytes for tensor in loading.load(published).model.state_dict().values())
     (published / "model.safetensors").unlink()
@@ -75,7 +76,7 @@ def test_layers_of_several_algorithms_are_read(tmp_path: Path) -> None:
         meant[name] = own.to(torch.bfloat16)
     files.rewrite(tmp_path / "published", published)
     files.rewrite(source, meant)
-    assert said(tmp_path / "published") == said(source)
+    assert_same_answers(tmp_path / "published", source)
     total = read_model(tmp_path / "published").total_bytes
     (tmp_path / "published" / "model.safetensors").unlink()
     assert read_model(tmp_path / "published").total_bytes == pytest.approx(total, rel=1e-3), "by the config alone"
@@ -124,8 +125,8 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
 def test_what_compressed_tensors_has_besides_is_refused_by_name(tmp_path: Path) -> None:
     stated, quantiser = nvfp4()
     published, plain = files.write("llama", tmp_path, stated, quantiser)
-    state, expected = load_file(published / "model.safetensors"), said(plain)
-    assert said(published) == expected
+    state, expected = load_file(published / "model.safetensors"), answers_of(plain)
+    assert answers_of(published) == expected
     files.rewrite(published, quantization_config=compressed("float", 4, "mxfp4-pack-quantized", group_size=32))
     with pytest.raises(UnsupportedModelError, match=r"in 4 bits of the type float in groups of 32, .*\(NVFP4\)"):
         loading.load(published)
@@ -141,7 +142,7 @@ def test_what_compressed_tensors_has_besides_is_refused_by_name(tmp_path: Path) 
             loading.load(published)
     whole = {name: t.view(()) if name.endswith("global_scale") else t for name, t in state.items()}
     files.rewrite(published, whole)
-    assert said(published) == expected, "a global scale may be of no dimension"
+    assert answers_of(published) == expected, "a global scale may be of no dimension"
 
 
 def test_a_file_beside_config_json_that_says_nothing_of_use(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_file_beside_config_json_that_says_nothing_of_use(tmp_path: Path) -> N
         _says(published, beside)
         with pytest.raises(UnsupportedModelError, match=r"holds quantised weights .*does not say how"):
             loading.load(published)
-        assert said(_says(plain, beside)) == said(plain)
+        assert_same_answers(_says(plain, beside), plain)
     for algorithm, match in (
         ("FP4_ODD", "by modelopt as 'FP4_ODD'"),
         ({"a": 1}, "by modelopt as "),

@@ -16,10 +16,11 @@ from stowage.executor.determinism.pieces import no_kernels_reason
 from stowage.models import loading
 from stowage.planner.model import read_model
 from stowage.weights.quantized.blocks import BlockLinear
+from tests.answers import bits
 from tests.depth import mostly_rare
 from tests.weights import published_files as files
-from tests.weights.conftest import logits, prompt
-from tests.weights.test_published import GREEDY, METHODS, int4, said, taken_by
+from tests.weights.conftest import GREEDY, assert_same_answers, logits, prompt
+from tests.weights.test_published import METHODS, int4, taken_by
 
 
 @pytest.mark.parametrize("name", mostly_rare(["fp8", "int4-32"], ["int4-32"]))
@@ -37,7 +38,7 @@ def test_it_is_run_in_another_type_which_the_model_says_it_has(name: str, tmp_pa
     answers = []
     for source in (tmp_path / "values", published):
         with Engine(source, Memory(kv_cache_memory="8MiB"), dtype="float32") as engine:
-            answers.append([(a.token_ids, a.logprobs) for a in engine.generate(list(asked), GREEDY)])
+            answers.append(bits(engine.generate(list(asked), GREEDY)))
     assert answers[0] == answers[1]
     offloaded = stowage.offload(published, weights="*=stream", torch_dtype=torch.float32)
     assert torch.equal(logits(offloaded, prompt()), logits(model, prompt()))
@@ -85,9 +86,7 @@ def test_routers_of_float32_are_so_whatever_the_rest_is_run_in(
     directories = files.write(family, tmp_path, *int4(32), without=without)
     files.put_routers(directories, router, stored)
     published, plain = directories
-    expected = said(plain)
-    assert said(published) == expected
-    assert said(published, "*=stream") == expected
+    assert_same_answers(published, plain, "auto", "*=stream")
     model = loading.load(published).model
     assert all(p.dtype is torch.float32 for name, p in model.named_parameters() if name.endswith(router))
     assert read_model(published).total_bytes == taken_by(model)
@@ -99,7 +98,5 @@ def test_routers_of_another_type_than_is_run_are_computed_with(stored: torch.dty
     directories = files.write("deepseek_v3", tmp_path, *int4(32))
     files.put_routers(directories, "gate.weight", stored)
     published, plain = directories
-    expected = said(plain)
-    assert said(published) == expected
-    assert said(published, "*=stream") == expected
+    assert_same_answers(published, plain, "auto", "*=stream")
     assert read_model(published).total_bytes == taken_by(loading.load(published).model)

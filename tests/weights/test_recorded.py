@@ -27,6 +27,7 @@ from stowage.executor.runner import Runner
 from stowage.testing import tiny_models
 from stowage.weights.prefetcher import Prefetcher
 from stowage.weights.weight_unit import Delivery
+from tests.answers import bits
 from tests.depth import mostly_rare
 from tests.engine.test_adapters import adapter_of
 from tests.weights import published_files
@@ -54,14 +55,13 @@ IN_EVERY_BUDGET = (("llama", "bfloat16"), ("mixtral", "bfloat16"), ("qwen3_next"
 SIZES: dict[str, Any] = {"kv_cache_memory": "8MiB", "host_memory": "64MiB", "max_num_seqs": 3}
 
 
-def answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
+def answers(engine: Engine) -> list[Any]:
     """Four prompts, three at a time: they come and go."""
     prompts = [[at + 5, *range(20, 20 + 3 * at)] for at in range(4)]
     params = [SamplingParams(max_new_tokens=8 + 3 * at, ignore_eos=True, logprobs=1) for at in range(4)]
     requests = [engine.submit(*asked) for asked in zip(prompts, params, strict=True)]
     assert all(request.wait(60) for request in requests)
-    found = [request.result() for request in requests]
-    return [(answer.token_ids, [one.logprob for one in answer.logprobs]) for answer in found]
+    return bits(request.result() for request in requests)
 
 
 def steps_of(engine: Engine) -> RecordedSteps | None:
@@ -293,8 +293,7 @@ def test_adapters_and_their_base_answer_as_in_memory(copied: Path, tmp_path: Pat
             asked = [(at + 5, name) for at in range(4) for name in (None, "one")]
             requests = [engine.submit([token, 9, 11], params, adapter=name) for token, name in asked]
             assert all(request.wait(60) for request in requests)
-            found = [request.result() for request in requests]
-            said.append([(one.token_ids, [r.logprob for r in one.logprobs]) for one in found])
+            said.append(bits(request.result() for request in requests))
             steps = steps_of(engine)
             assert steps is not None and steps.counters.replayed_steps
     assert said[0] == said[1] == said[2]

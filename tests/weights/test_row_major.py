@@ -19,8 +19,8 @@ from stowage.weights.quantized.formats import Spec, dequantized_by_torch
 from stowage.weights.quantized.row_major import by_outputs, rearrange
 from stowage.weights.quantized.stacks import BlockStack, stackings
 from tests.weights import published_files as files
-from tests.weights.conftest import logits, prompt
-from tests.weights.test_published import said, words
+from tests.weights.conftest import assert_same_answers, logits, prompt
+from tests.weights.test_published import words
 
 extension: Any = _extension
 pytestmark = pytest.mark.skipif(extension is None, reason="kernels are not built here")
@@ -113,8 +113,7 @@ def test_other_sizes_are_refused(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_a_model_in_memory_is_rearranged_and_one_that_is_streamed_or_mapped_is_not(method: str, tmp_path: Path) -> None:
     published, plain = files.write("llama", tmp_path, *words(method, 32))
-    expected = said(plain)
-    assert said(published) == expected == said(published, "*=stream") == said(published, "*=mapped")
+    assert_same_answers(published, plain, "auto", "*=stream", "*=mapped")
 
     def formats(model: Any) -> set[str]:
         return {module.spec.name for module in model.modules() if isinstance(module, BlockLinear)}
@@ -127,7 +126,7 @@ def test_a_model_in_memory_is_rearranged_and_one_that_is_streamed_or_mapped_is_n
 @pytest.mark.parametrize(("family", "method"), [("qwen3_moe", "gptq"), ("mixtral", "awq")])
 def test_stacks_of_experts_are_rearranged(family: str, method: str, tmp_path: Path) -> None:
     published, plain = files.write(family, tmp_path, *words(method, 32))
-    assert said(published) == said(plain)
+    assert_same_answers(published, plain)
     model = loading.load(published).model
     stacks = [(module, own) for module in model.modules() for own in stackings(module)]
     assert stacks
