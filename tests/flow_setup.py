@@ -8,8 +8,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.cache.events import Action, Discard, Fetch, StartLoad, StartStore
 from stowage.cache.flow import Flow
+from stowage.cache.flow_types import Action, Discard, Fetch, StartLoad, StartStore
 from stowage.core.geometry import Geometry, Group, Kind, SlabClass
 
 FULL = 0b1111

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from docs.examples.dict_tier import DictTier
-from stowage.cache.events import StartLoad, StartStore
+from stowage.cache.flow_types import StartLoad, StartStore
 from stowage.config.memory import Memory
 from stowage.engine import engine as engine_module
 from stowage.engine.engine import Engine

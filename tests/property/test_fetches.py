@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stowage.cache.events import Fetch
 from stowage.cache.fetches import Fetches
+from stowage.cache.flow_types import Fetch
 from stowage.cache.ledger import Ledger
 from tests.flow_setup import FULL, keys, masks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stowage.cache.events import StartLoad, StartStore
 from stowage.cache.flow import TRANSFER_BYTES_MAX, Flow
+from stowage.cache.flow_types import StartLoad, StartStore
 from stowage.core.geometry import Geometry, Group, Kind, SlabClass
 from tests.flow_setup import FULL, PAYLOAD, Setup, keys, masks
 

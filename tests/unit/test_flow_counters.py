@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stowage.cache.events import StartLoad, StartStore
+from stowage.cache.flow_types import StartLoad, StartStore
 from tests.flow_setup import FULL, PAYLOAD, Setup, keys, masks
 
 

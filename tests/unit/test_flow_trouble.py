@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stowage.cache.circuit_breaker import FAILURES_MAX, OPEN_S
-from stowage.cache.events import Discard, StartLoad, StartStore
 from stowage.cache.flow import STORE_LIMIT_S, TRANSFER_BYTES_MAX
+from stowage.cache.flow_types import Discard, StartLoad, StartStore
 from tests.flow_setup import FULL, Setup, keys, masks
 
 

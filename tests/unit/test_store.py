@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stowage.cache.events import Fetch
+from stowage.cache.flow_types import Fetch
 from stowage.cache.store import TieredStore
 from stowage.core.geometry import Geometry, Group, Kind
 from stowage.errors import BudgetError, ConfigError, StorageError

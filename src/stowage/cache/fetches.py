@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from stowage.cache.events import Fetch
+from stowage.cache.flow_types import Fetch
 from stowage.cache.keymap import all_true, present_slots
 from stowage.cache.ledger import Ledger
 from stowage.cache.slot_states import State

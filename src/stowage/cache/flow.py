@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.cache.circuit_breaker import Breaker
-from stowage.cache.events import Action, Counters, Discard, Fetch, SourceArray, StartLoad, StartStore
 from stowage.cache.fetches import Fetches
+from stowage.cache.flow_types import Action, Counters, Discard, Fetch, SourceArray, StartLoad, StartStore
 from stowage.cache.in_flight import Flight, Flights
 from stowage.cache.keymap import After, all_true, all_zero, present_slots
 from stowage.cache.ledger import Ledger

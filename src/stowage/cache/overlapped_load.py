@@ -22,7 +22,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from stowage.cache.cost_model import CostModel, bytes_of_tiers
-from stowage.cache.events import Fetch, SourceArray
+from stowage.cache.flow_types import Fetch, SourceArray
 from stowage.core.geometry import BoolArray, IntArray, Kind, MaskArray
 from stowage.core.groups import GroupStrategy
 

@@ -27,7 +27,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from stowage.cache.cost_model import CostModel, bytes_of_tiers
-from stowage.cache.events import Fetch, SourceArray
+from stowage.cache.flow_types import Fetch, SourceArray
 from stowage.cache.overlapped_load import ChunkFetcher, Fetched, GroupChunks, OverlappedLoad, RowKeys
 from stowage.core.copy_plan import CopyPlan, Incomplete, load_plan
 from stowage.core.geometry import IntArray, Kind, MaskArray

@@ -18,8 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from stowage.cache.events import Discard, Fetch, SourceArray, StartLoad
 from stowage.cache.flow import Flow
+from stowage.cache.flow_types import Discard, Fetch, SourceArray, StartLoad
 from stowage.cache.guard import Guarded
 from stowage.cache.keymap import After
 from stowage.cache.ledger import Ledger

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.cache.events import Fetch
+from stowage.cache.flow_types import Fetch
 from stowage.cache.overlapped_load import GroupChunks
 from stowage.cache.store import TieredStore
 from stowage.core.copy_plan import CopyPlan, store_plan

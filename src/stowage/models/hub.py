@@ -177,7 +177,7 @@ def here(name: str, revision: str | None = None) -> Path | None:
     """The directory or file that ``name`` is, or where what was downloaded of a repository of that name lies; None:
     it is neither. The hub is not asked.
     """
-    from stowage.models.hub_trouble import TROUBLES
+    from stowage.models.hub_errors import TROUBLES
 
     if Path(name).exists():
         return Path(name)
@@ -206,7 +206,7 @@ def _gguf_in(directory: Path) -> list[str]:
 
 def _from_hub(name: str, ask: Callable[[], str]) -> Path:
     """What ``ask`` gets of the hub. Raises ``CheckpointError``."""
-    from stowage.models.hub_trouble import TROUBLES, why_not
+    from stowage.models.hub_errors import TROUBLES, why_not
 
     try:
         return Path(ask())

@@ -20,7 +20,7 @@ from typing import Any
 from blake3 import blake3
 
 from stowage.errors import CheckpointError
-from stowage.models.remembered import Remembered, default_state_directory
+from stowage.models.state_directory import Remembered, default_state_directory
 from stowage.weights.gguf import splits_of
 
 _ANSWERED_FROM = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json", "*.py")
@@ -76,7 +76,7 @@ def of_parameters(model: Any) -> str:
     """
     import torch
 
-    from stowage.weights.changes import config_bytes
+    from stowage.weights.fingerprint import config_bytes
 
     source = getattr(model, "stowage", None)
     if source is not None:  # some of its parameters are offloaded

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stowage.models.remembered import remembered_json
+from stowage.models.state_directory import remembered_json
 
 _MODULE, _FUNCTION, _AGAIN = "transformers.utils.import_utils", "define_import_structure", "direct_transformers_import"
 Structure = dict[frozenset[str], dict[str, set[str]]]

@@ -26,9 +26,9 @@ from stowage.models.directory import config_of, load_tokenizer, part_of
 from stowage.models.files import check_files, weight_files
 from stowage.models.hub import find
 from stowage.models.identity import FileMarks
+from stowage.models.model_class import towers, trial_inputs, whole_part
 from stowage.models.multimodal import TextPart, as_plain, class_of, load_with, text_model, text_part
 from stowage.models.published.method import method_of
-from stowage.models.whole import towers, trial_inputs, whole_part
 from stowage.weights.checkpoint import Span
 from stowage.weights.gguf import splits_of
 from stowage.weights.loading import Budget, adopt

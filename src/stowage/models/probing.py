@@ -31,7 +31,7 @@ from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.models import compat
 from stowage.models.cache_layers import states_of
 from stowage.models.layout import State, rope_settings
-from stowage.models.remembered import Remembered, default_state_directory
+from stowage.models.state_directory import Remembered, default_state_directory
 
 NAME = "stowage_probe"
 PROBE_TOKENS = 6

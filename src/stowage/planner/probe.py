@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stowage.errors import ConfigError, StowageError
-from stowage.models.remembered import default_state_directory, put_in_place
+from stowage.models.state_directory import default_state_directory, put_in_place
 from stowage.planner import storage
 from stowage.planner.machine import Machine, by_format, by_number, from_json
 

@@ -15,8 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from stowage.cache.events import Discard, Fetch, SourceArray, StartLoad, StartStore
 from stowage.cache.flow import Flow
+from stowage.cache.flow_types import Discard, Fetch, SourceArray, StartLoad, StartStore
 from stowage.cache.policy import POLICIES
 from stowage.cache.spill_queue import HOST_SHARE, SPILL_BYTES_MAX
 from stowage.core.geometry import MaskArray

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from stowage.cache.events import StartLoad, StartStore
+from stowage.cache.flow_types import StartLoad, StartStore
 from stowage.core.geometry import BoolArray, MaskArray
 from stowage.core.table import make_rows
 from stowage.simulator.scenario import Link

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stowage.errors import ModelError, UnsupportedModelError
-from stowage.weights.changes import AsNamed
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.deliveries import Deliveries
 from stowage.weights.delivery import Load, copied
 from stowage.weights.device_prefetcher import Carrier
+from stowage.weights.fingerprint import Fingerprint
 from stowage.weights.gradients import asked_of
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.mapped_files import MappedFiles
@@ -59,7 +59,7 @@ class WeightSource(Deliveries):
         super().__init__(model, placement, loads, checkpoint, scratch, carrier, host_buffers)
         self.identity = ""
         """The digest of the weights as they were loaded, where it is known; see ``models.identity``."""
-        self._named: AsNamed | None = None
+        self._fingerprint: Fingerprint | None = None
         self._own = {id(parameter): parameter for parameter in model.parameters()}
         self._comes_and_goes = any(load.delivery is not Delivery.RESIDENT for load in loads)
         if self._comes_and_goes:
@@ -69,12 +69,12 @@ class WeightSource(Deliveries):
 
     def name(self, identity: str) -> None:
         """Set the identity of the weights as they are now."""
-        self.identity, self._named = identity, AsNamed(self._model)
+        self.identity, self._fingerprint = identity, Fingerprint(self._model)
 
     def identity_of_now(self) -> str:
         """``identity``, or another digest if the model was changed since: a weight in memory, a layer, its config."""
-        assert self._named is not None, "offloaded weights have a name"
-        return self._named.name(self._model, self.identity)
+        assert self._fingerprint is not None, "offloaded weights have a name"
+        return self._fingerprint.identity_of(self._model, self.identity)
 
     @property
     def waits(self) -> bool:

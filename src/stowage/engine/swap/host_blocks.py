@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.cache.events import Fetch
+from stowage.cache.flow_types import Fetch
 from stowage.cache.store import TieredStore
 from stowage.core.geometry import ALIGNMENT_BYTES, Group
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.cache.events import Fetch
+from stowage.cache.flow_types import Fetch
 from stowage.cache.store import TieredStore
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Kind

@@ -23,7 +23,7 @@ from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.runner import Runner
 from stowage.executor.sequence_state import SequenceState, probe_sequence, take_blocks
 from stowage.models.layout import ModelLayout
-from stowage.models.remembered import Remembered, default_state_directory
+from stowage.models.state_directory import Remembered, default_state_directory
 
 _WENT_WELL, _AT_ONCE = "exact", "exact, pieces at once"
 _MACHINE = f"{platform.node()}/{platform.release()}"

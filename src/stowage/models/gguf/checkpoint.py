@@ -13,7 +13,7 @@ import torch
 
 from stowage.errors import CheckpointError
 from stowage.models.gguf import config as configs
-from stowage.models.gguf.ends import end_ids
+from stowage.models.gguf.stop_tokens import end_ids
 from stowage.models.gguf.tensors import plan_of, rope_factors
 from stowage.models.gguf.tokenizer import tokenizer_of
 from stowage.models.hub import is_gguf

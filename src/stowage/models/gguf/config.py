@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from stowage.errors import CheckpointError
 from stowage.models.compat import put_among_causal
-from stowage.models.gguf.ends import is_token
 from stowage.models.gguf.families import OWN, entries_of, family_of
 from stowage.models.gguf.fields import alike, head_size, layers_of, number, sizeless, unread
 from stowage.models.gguf.llama3 import HIGH, scaling_of
 from stowage.models.gguf.refusals import refuse_other_arithmetic, refuse_other_windows
+from stowage.models.gguf.stop_tokens import is_token
 from stowage.weights.gguf import GgufFile
 
 _TABLE: Final = {"gemma3_text": "gemma3", "gemma4_text": "gemma4"}

@@ -13,7 +13,7 @@ import torch
 
 from stowage.errors import CheckpointError
 from stowage.models.gguf.fields import layers_of, number, sizeless
-from stowage.models.gguf.relaid import Made
+from stowage.models.gguf.tensor_layout import Made
 from stowage.models.gguf.windows import every_layer, kinds_of
 from stowage.weights.gguf import GgufFile
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from stowage.models.gguf.fields import head_size, layers_of, number, of_layers, sizeless
-from stowage.models.gguf.relaid import Layout, Made, Rows
+from stowage.models.gguf.tensor_layout import Layout, Made, Rows
 from stowage.weights.gguf import GgufFile, GgufTensor
 
 HYBRIDS: Final = ("falcon-h1", "granitehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "nemotron_h_moe")

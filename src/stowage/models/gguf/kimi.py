@@ -13,7 +13,7 @@ import torch
 
 from stowage.models.gguf.fields import latent_sizes, layers_of, number, of_layers, sizeless
 from stowage.models.gguf.mixtures import refuse_other_sums, sigmoid_routed
-from stowage.models.gguf.relaid import Layout, Made
+from stowage.models.gguf.tensor_layout import Layout, Made
 from stowage.weights.gguf import GgufFile
 
 

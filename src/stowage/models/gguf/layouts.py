@@ -17,7 +17,7 @@ from torch import Tensor
 from stowage.models.gguf.gemma import altup_layout
 from stowage.models.gguf.hybrids import HYBRIDS, mamba_layout, shared_layout
 from stowage.models.gguf.kimi import delta_layout
-from stowage.models.gguf.relaid import Layout, Made, Rows, Stated
+from stowage.models.gguf.tensor_layout import Layout, Made, Rows, Stated
 from stowage.weights.gguf import GgufTensor
 
 _PATH: Final = re.compile(

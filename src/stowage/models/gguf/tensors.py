@@ -20,7 +20,7 @@ from stowage.models.gguf.config import heads_of
 from stowage.models.gguf.families import unused_in
 from stowage.models.gguf.layouts import adds_1, layout_of, named, part_of
 from stowage.models.gguf.refusals import refuse_other_rotation
-from stowage.models.gguf.relaid import Made, Rows, Stated
+from stowage.models.gguf.tensor_layout import Made, Rows, Stated
 from stowage.weights.checkpoint import Span
 from stowage.weights.gguf import TYPES, GgufFile, GgufTensor
 from stowage.weights.quantized.blocks import joined

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from stowage.errors import CheckpointError, UnsupportedModelError
-from stowage.models.gguf.ends import named_ends
+from stowage.models.gguf.stop_tokens import named_ends
 from stowage.weights.gguf import GgufFile
 
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

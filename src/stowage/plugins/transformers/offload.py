@@ -125,7 +125,7 @@ def _put_on(loaded: Any, files: list[Any]) -> None:
     """The adapter in ``files``, on for good: what the model answers has another name from now on."""
     from stowage.core.key import adapter_namespace
     from stowage.models.adapters import Adapters
-    from stowage.models.whole import trial_inputs
+    from stowage.models.model_class import trial_inputs
 
     model, source = loaded.model, loaded.model.stowage
     try:

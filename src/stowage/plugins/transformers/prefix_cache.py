@@ -39,9 +39,9 @@ from stowage.executor.peak_compute import prefill_tokens_per_s_most
 from stowage.models.loading import Loaded
 from stowage.models.namespace import block_tokens_of, namespace_fields
 from stowage.plugins.transformers import caches
+from stowage.plugins.transformers.cached_model import CachedModel
 from stowage.plugins.transformers.inputs import Rows, Tokens, padding_of, rows_of
 from stowage.plugins.transformers.reading import Reader
-from stowage.plugins.transformers.subject import Subject
 from stowage.plugins.transformers.transfer import CacheTransfer
 from stowage.plugins.transformers.writing import Writer
 from stowage.storage.protocol import Tier
@@ -100,13 +100,13 @@ class PrefixCache:
         others = arguments.listed("tiers", tiers, "tiers")
         check_tiers(others, memory)
         block_tokens = block_tokens_of(memory)
-        self._subject = Subject(model, block_tokens, memory.chunk_blocks)
-        layout = self._subject.layout
+        self._cached_model = CachedModel(model, block_tokens, memory.chunk_blocks)
+        layout = self._cached_model.layout
         geometry = Geometry(layout.model.groups)
-        loaded = Loaded(model, None, self._subject.identity, type(model).__name__)
+        loaded = Loaded(model, None, self._cached_model.identity, type(model).__name__)
         self._exact = exact
         writer = f"transformers-cache/{FORMAT}{'/pieces' if exact else ''}"
-        name = namespace(namespace_fields(loaded, layout.model, salt, writer, self._subject.attention))
+        name = namespace(namespace_fields(loaded, layout.model, salt, writer, self._cached_model.attention))
         grid = math.lcm(*(group.chunk_tokens for group in geometry.groups))
         self._grid = grid
         self._snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
@@ -145,9 +145,9 @@ class PrefixCache:
         began_s = time.monotonic()
         with self._turn():
             keys = self._keys(rows, rows.length)
-            cache = self._reader.read(self._subject.model.config, rows, keys, timeout_s)
+            cache = self._reader.read(self._cached_model.model.config, rows, keys, timeout_s)
             self._background.notice()
-            found = caches.length_of(cache, self._subject.layout)
+            found = caches.length_of(cache, self._cached_model.layout)
             counts = self._counts
             counts.restores += 1
             counts.restores_hit += found > 0
@@ -169,14 +169,14 @@ class PrefixCache:
         """
         cache = self.restore(input_ids, attention_mask=attention_mask, timeout_s=timeout_s)
         rows = rows_of(input_ids, attention_mask, self._padding)
-        ids = torch.tensor(rows.tokens, device=self._subject.model.device)
-        begin = caches.length_of(cache, self._subject.layout)
+        ids = torch.tensor(rows.tokens, device=self._cached_model.model.device)
+        begin = caches.length_of(cache, self._cached_model.layout)
         last = min(rows.length - 1, rows.plain) // self._grid * self._grid
         keys = self._keys(rows, begin)
         while begin < last:
             end = min(last, self._cut(begin))
             began_s = time.monotonic()
-            self._subject.forward(ids[:, begin:end], begin, cache)
+            self._cached_model.forward(ids[:, begin:end], begin, cache)
             self._cost_model.computed(rows.count * (end - begin), time.monotonic() - began_s)
             self._keep(cache, rows, keys, end, states=end == last or end % self._snapshot_tokens == 0)
             self._counts.tokens_prefilled += rows.count * (end - begin)
@@ -196,8 +196,8 @@ class PrefixCache:
         """
         self._check()
         rows = rows_of(ids, attention_mask, self._padding, prompt=False)
-        caches.check(cache, self._subject.layout, self._namespace)
-        length = caches.length_of(cache, self._subject.layout)
+        caches.check(cache, self._cached_model.layout, self._namespace)
+        length = caches.length_of(cache, self._cached_model.layout)
         caches.check_tokens(cache, rows.tokens, length)
         self._counts.keeps += 1
         most = caches.in_pieces(cache) if self._exact else length
@@ -238,7 +238,7 @@ class PrefixCache:
 
     def _check(self) -> None:
         self._check_open()
-        self._subject.check()
+        self._cached_model.check()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from stowage.plugins.vllm import adapter, layer_heads, multi, settings, weights
+from stowage.plugins.vllm import adapter, layer_heads, multi_connector, settings, weight_updates
 from stowage.plugins.vllm.messages import Part, Report, Step
 from stowage.plugins.vllm.scheduler import SchedulerSide
 from stowage.plugins.vllm.stats import Metrics, Reporter, Stats
@@ -40,8 +40,8 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
         options = settings.read(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        engine = multi.outermost_config(vllm_config)
-        self._told_in_reports = multi.others_shake_hands(engine, type(self))
+        engine = multi_connector.outermost_config(vllm_config)
+        self._told_in_reports = multi_connector.others_shake_hands(engine, type(self))
         if role is KVConnectorRole.SCHEDULER:
             # vLLM reads this after it has made the connector. Its default answers a request whose copy failed with
             # an error; a cache may cost a recompute, never a request.
@@ -86,8 +86,8 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """See the base."""
         assert self._worker is not None
-        around = weights.worker_around()
-        self._worker.register(kv_caches, None if around is None else weights.Changes(around))
+        around = weight_updates.worker_around()
+        self._worker.register(kv_caches, None if around is None else weight_updates.Changes(around))
 
     def get_handshake_metadata(self) -> Part | None:
         """See the base. None beside a connector that has some: vLLM takes one child's, and the other's are needed."""

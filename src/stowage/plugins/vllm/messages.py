@@ -75,7 +75,7 @@ class Store:
 @dataclass
 class Step(KVConnectorMetadata):
     """``number``: of the step, from 1. ``busy``: whether it computes anything. ``fresh``: nothing was computed since
-    all that was stored was forgotten, see ``weights``.
+    all that was stored was forgotten, see ``weight_updates``.
     """
 
     number: int = 0
@@ -90,7 +90,8 @@ class Step(KVConnectorMetadata):
 class Report(KVConnectorWorkerMetadata):
     """After which step; how many ranks have ended each store, and which stores failed on any of them. ``digests``: by
     store, group and number of the ranks that hold the same, of what each of them holds: one, unless they differ.
-    ``parts``: in the first one, where the handshake is another connector's. ``changed``: weights were, see ``weights``.
+    ``parts``: in the first one, where the handshake is another connector's. ``changed``: weights were
+    (``weight_updates``).
     """
 
     step: int = 0

@@ -27,7 +27,7 @@ from stowage.core.geometry import Geometry, Kind
 from stowage.core.groups import snapshot_spacing, strategy
 from stowage.errors import StowageError
 from stowage.log import Trouble
-from stowage.plugins.vllm import adapter, namespace, weights
+from stowage.plugins.vllm import adapter, namespace, weight_updates
 from stowage.plugins.vllm.division import Rank, divide
 from stowage.plugins.vllm.due import Due
 from stowage.plugins.vllm.events import Announcements
@@ -65,7 +65,7 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._step_times = StepTimes()
         self._due = Due(1 + (self._drafts.tokens if self._drafts is not None else 0))
-        self._weights = weights.Validity()
+        self._weights = weight_updates.Validity()
         self._broken = False
         self._busy = True
         self._waited = False
@@ -264,7 +264,7 @@ class SchedulerSide:
         report = output.kv_connector_worker_meta
         try:
             if isinstance(report, Report) and report.changed and self._weights.changed(report.step):
-                adapter.warn(weights.CHANGED)
+                adapter.warn(weight_updates.CHANGED)
             if self._background is not None:
                 self._reported(output)
             elif isinstance(report, Report) and report.parts:

@@ -24,7 +24,7 @@ from stowage.log import Trouble
 from stowage.plugins.vllm.division import Naming, Rank
 from stowage.plugins.vllm.memory import Copies, GroupBytes, SharedArena, group_bytes
 from stowage.plugins.vllm.messages import Load, Part, Report, Step
-from stowage.plugins.vllm.weights import Changes
+from stowage.plugins.vllm.weight_updates import Changes
 from stowage.storage.host import map_arena
 from stowage.storage.lease import hold
 

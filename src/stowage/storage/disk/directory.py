@@ -17,7 +17,7 @@ from typing import Final
 from stowage.errors import DirectoryError, FormatError
 from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.files import read_exact, write_all
-from stowage.storage.disk.private import LOCK_NAME
+from stowage.storage.disk.private_directory import LOCK_NAME
 from stowage.storage.disk.system import System
 from stowage.storage.format.segment import SegmentName
 

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 
 from stowage.core.geometry import PAGE_BYTES
 from stowage.native.memory import pages
-from stowage.storage.disk.private import open_private
+from stowage.storage.disk.private_directory import open_private
 from stowage.storage.format.batch import all_begin_on
 
 CALL_BYTES_MAX: Final = 4 << 20

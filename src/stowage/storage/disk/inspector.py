@@ -18,7 +18,7 @@ from stowage.native.memory import pages
 from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.directory import Directory
 from stowage.storage.disk.index import Found
-from stowage.storage.disk.private import LOCK_NAME
+from stowage.storage.disk.private_directory import LOCK_NAME
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX, plan_runs
 from stowage.storage.disk.reader import Reader, Result
 from stowage.storage.disk.system import System

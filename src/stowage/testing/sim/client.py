@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from stowage.cache.events import Fetch
+from stowage.cache.flow_types import Fetch
 from stowage.cache.store import TieredStore
 from stowage.core.copy_plan import Incomplete, load_plan, store_plan
 from stowage.core.geometry import NULL_BLOCK, Geometry, IntArray, Kind

@@ -1,9 +1,9 @@
-"""Weights that are changed in place, as reinforcement learning does: what was computed before is of no use, and what is
-computed after is not what the checkpoint's name stands for.
+"""Weights that are updated in place while vLLM runs, as in reinforcement learning: stored chunks do not fit them.
 
-vLLM tells no connector of it. So a worker counts the calls that change weights, on its own objects, and says so with
-its next report. Until what is stored is forgotten (``reset_prefix_cache`` with ``reset_connector``), no worker copies
-anything. A change right behind such a reset, as when an engine is paused for it, stops nothing.
+Nor do later chunks fit the checkpoint that their keys name. vLLM tells no connector of an update. So a worker counts
+the calls that change weights, on its own objects, and says so with its next report. Until what is stored is forgotten
+(``reset_prefix_cache`` with ``reset_connector``), no worker copies anything. A change right after such a reset, as when
+an engine is paused for it, stops nothing.
 
     worker     | step 7 | load_weights | step 8: copies nothing, reports the change | ...
     scheduler                                        offers and stores nothing | reset | step 12, ``fresh``: all is well

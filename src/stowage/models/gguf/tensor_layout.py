@@ -1,4 +1,8 @@
-"""The ways in which a parameter can lie in a GGUF file otherwise than Transformers has it."""
+"""How a parameter of Transformers' model can lie in a GGUF file, where it is not one tensor with the same numbers.
+
+``Rows`` are pieces of tensors, read where they lie. ``Made`` is computed from tensors when the model is loaded.
+``Stated`` is a number in the file's fields. ``layouts`` says which parameter of which family is which.
+"""
 
 from __future__ import annotations
 

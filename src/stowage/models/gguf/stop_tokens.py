@@ -1,7 +1,8 @@
-"""The tokens with which the answers of a GGUF file's model end: the file's own, and those that mean it by their names.
+"""The tokens that end an answer of a GGUF file's model: those that its fields state, and those that are known by name.
 
-Converters write tokens that a tokenizer was given later as plain text or as the user's own, and llama.cpp ends answers
-with them all the same (``special_eog_ids``). So what is here is a control token too, whatever kind a file says it is.
+Example: in a vocabulary that has `<|im_end|>` it ends an answer, whether a field states it or not. Some converters
+write such tokens as plain text or as the user's own; llama.cpp ends answers with them all the same
+(``special_eog_ids``). So they count as control tokens here, whatever kind a file says.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stowage.models.remembered import Remembered, default_state_directory, put_in_place
+from stowage.models.state_directory import Remembered, default_state_directory, put_in_place
 
 
 def test_a_table_comes_back(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""The model that a prefix cache serves: what it is, that it still is that, and that it can go on from a cache.
+"""The model whose prefixes a `PrefixCache` keeps: its identity, and a proof that it can continue from a cache.
 
-Owns the weights' identity and its guard. Everything that a stored byte depends on is found out once; before every use
-it is checked, cheaply, that nobody has changed the model meanwhile.
+Owns the weights' identity and its guard. Everything that a stored byte depends on is found out once; before every use a
+cheap check raises an error if the model was changed meanwhile.
 
-Not every family can be continued from a cache with more than one token: some begin their recurrent state anew, and say
-nothing. So each model proves it once: a prompt computed in two pieces must come much nearer to the prompt computed
-whole than the same two pieces do when the states that the first one left are zeroed in between.
+Not every family can be continued from a cache with more than one token: some silently restart their recurrent state. So
+each model is tried once: a prompt computed in two pieces must come much nearer to the prompt computed whole than the
+same two pieces do when the states that the first one left are zeroed in between.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PIECE_TOKENS, _REST_TOKENS = 24, 2
 _NEARER = 0.5
 
 
-class Subject:
+class CachedModel:
     """``model``: a Transformers causal model in evaluation mode, its weights in memory, on whatever devices.
 
     Raises ``UnsupportedModelError`` for a model whose caches cannot be named or continued, ``ModelError`` for one in

@@ -1,4 +1,4 @@
-"""Opens a directory that is ours alone, or says why it is not and which command repairs that."""
+"""Opens the cache directory, which only this user may enter (mode 0700); an error names the command that repairs it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What takes time to find out about a model and does not change, remembered between processes: a small table in a file.
+"""Small files in the user's state directory: results that take long to find out, for the next process.
 
-Only ever a saving: what cannot be read or written is found out again. Entries are kept in the order in which they came,
-and the oldest go first.
+Example: whether a model passed the trial that an engine makes at start-up, by the model's identity (``Remembered``), or
+in which file of Transformers a class is (``remembered_json``). Losing a file costs time only: what cannot be read or
+written is found out again. Entries are kept in the order in which they came, and the oldest go first.
 """
 
 from __future__ import annotations

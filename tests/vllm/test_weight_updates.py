@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from stowage.plugins.vllm.messages import Step
-from stowage.plugins.vllm.weights import Changes, Validity
+from stowage.plugins.vllm.weight_updates import Changes, Validity
 from stowage.plugins.vllm.worker import WorkerSide
 from tests.vllm.conftest import Start
 from tests.vllm.models import FAMILIES

@@ -1,4 +1,8 @@
-"""Data types of the flow: its actions, its fetches, its counters."""
+"""Types that the tiered store and its state machine exchange: actions, fetches, counters.
+
+`Flow` answers an event with actions (`StartLoad`, `StartStore`, `Discard`), which the store carries out. A `Fetch` is a
+caller's request for chunks in host memory. `Counters` are the totals that `stats` shows.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from stowage.plugins.vllm.weights import callers
+from stowage.plugins.vllm.weight_updates import callers
 
 
 def outermost_config(own: Any) -> Any:

@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 )
 
 from stowage.models.hub import _from_hub
-from stowage.models.hub_trouble import why_not
+from stowage.models.hub_errors import why_not
 
 REQUEST = httpx.Request("HEAD", "https://huggingface.co/org/model/resolve/main/config.json")
 

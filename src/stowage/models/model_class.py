@@ -1,8 +1,8 @@
-"""Which of Transformers' classes a checkpoint is loaded as when nothing but its weights are to be placed: any that
-``from_pretrained`` has, whole, with its encoder, its pictures and its head.
+"""Which Transformers class `stowage.offload` loads a checkpoint as: the one that the caller or config.json names.
 
-Owns the choice of the class, and the inputs of a few tokens that show whether its modules get their weights. Which of
-them an engine can run is another question (``layout``).
+Example: a T5 checkpoint becomes a whole `T5ForConditionalGeneration`, encoder included; an engine would refuse it
+(``layout``). Owns the choice of the class, and the inputs of a few tokens that show whether its modules get their
+weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What somebody has changed in a model since its weights got their name: it computes other things then, and its name
-says so.
+"""A model's fingerprint: shows whether weights, layers or config were changed after the weights got their identity.
 
-Owns the look at each tensor when it was named. In one that may be large an operation in place is seen by its version,
-another tensor by its address, and a write through ``.data``, which leaves both, by some of its values.
+A changed model computes other values, so what it stores must have other keys. Owns what was seen of each tensor when it
+was named. In a large one, an operation in place shows in its version, a replacement in its address, and a write through
+``.data``, which leaves both, in some of its values.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def config_bytes(model: Any) -> bytes:
     return json.dumps(fields, sort_keys=True, default=str).encode() + b"\0"
 
 
-class AsNamed:
-    """A ``model`` as it was when its weights were named, between forwards."""
+class Fingerprint:
+    """Of ``model`` as it is when its weights are named, between forwards."""
 
     def __init__(self, model: nn.Module) -> None:
         found = _tensors(model)
@@ -43,7 +43,7 @@ class AsNamed:
         self._names = frozenset(found)
         self._config = config_bytes(model)
 
-    def name(self, model: nn.Module, identity: str) -> str:
+    def identity_of(self, model: nn.Module, identity: str) -> str:
         """``identity`` of a model in which nothing was changed; of another one a digest of it and of what was."""
         found, changed = _tensors(model), blake3(bytes.fromhex(identity))
         same = found.keys() == self._names and config_bytes(model) == self._config

@@ -1,4 +1,4 @@
-"""What is told of a model that the hub did not give: what failed, why, and what to do.
+"""Messages for a model that could not be downloaded from the hub: what failed, why, and what to do.
 
 The hub's client wraps errors in errors, and says most of what happened in the innermost. Owns the sentences.
 """
