@@ -1,4 +1,4 @@
-"""Packages that are installed only when they are asked for: which of pip's extras brings a module, and how one gets it.
+"""Optional packages: which pip extra provides a module, and the command that installs it.
 
 Stowage alone brings what its plugin needs inside of vLLM, and what looks after directories of chunks. What computes is
 an extra, so that nobody's Transformers or hub client is moved by installing the plugin.

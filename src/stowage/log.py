@@ -1,4 +1,4 @@
-"""What goes wrong, as lines of a log: through the standard `logging` module, under the loggers `stowage.*`.
+"""Log lines for what goes wrong, through the standard `logging` module under the loggers `stowage.*`.
 
 Nothing is configured on import. `configure` is for the command line; a program of your own adds handlers as it likes,
 and may use `JsonFormatter`. The loggers: `stowage.engine`, `stowage.cache.store`, `stowage.disk`.

@@ -1,4 +1,5 @@
-"""OpenMP's threads, as torch uses them: how long idle ones wait awake, and that only one thread has some.
+"""Settings of torch's OpenMP threads: how long idle ones spin, and that only one thread of the process has a team of
+them.
 
 Torch computes with a team of threads that belongs to whichever thread calls it. GNU's runtime lets idle ones wait awake
 for some milliseconds, which is fatal to whoever needs their cores, and for next to no time as soon as all teams

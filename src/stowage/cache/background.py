@@ -1,4 +1,4 @@
-"""Drives a store between the calls of a program that has a loop of its own: writes go on while it computes.
+"""A background thread that drives a store for a program with a loop of its own, so that writes go on while it computes.
 
 Owns one thread, the store and what reads its arena, and ends them together. The store is touched under ``turn`` only;
 whoever holds it may also drive the store itself.

@@ -1,4 +1,4 @@
-"""A ledger whose truth neighbours can read: its masks and serial numbers are those of a `HostTable`."""
+"""A ledger that other engines of the machine can read: its masks and serial numbers lie in a `HostTable`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a slot of host memory may hold, and when a chunk is worth having over another of the same key."""
+"""The states of a slot in host memory, and when a chunk may replace another one of the same key."""
 
 from __future__ import annotations
 

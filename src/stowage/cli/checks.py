@@ -1,4 +1,4 @@
-"""What ``stowage doctor`` looks at. Each check reads the machine, changes nothing that stays, and names the fix.
+"""The checks of ``stowage doctor``. Each check reads the machine, changes nothing that stays, and names the fix.
 
 Versions are read from the installed packages' metadata, so nothing heavy is imported unless a device is named. The
 check of direct reads writes one temporary file beside the cache and removes it.

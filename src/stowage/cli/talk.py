@@ -1,4 +1,4 @@
-"""A conversation in the terminal: lines that somebody writes, answers as they come."""
+"""An interactive conversation in the terminal: reads lines, and prints answers while they are generated."""
 
 import re
 import sys

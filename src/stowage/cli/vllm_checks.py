@@ -1,4 +1,4 @@
-"""What ``stowage doctor --vllm MODEL`` looks at, and the command that it prints.
+"""The checks of ``stowage doctor --vllm MODEL``, and the ``vllm serve`` command that it prints.
 
 Reads packages' metadata, the environment, the model's config.json, and the flags that the server is to have. Imports
 neither vLLM nor torch; whether the connector loads is tried in a process of its own.

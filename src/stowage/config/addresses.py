@@ -1,4 +1,4 @@
-"""Addresses of stores that many machines share: how they are written, and what of them may be shown.
+"""Addresses of shared stores: how they are written, and which part of them a message may show.
 
     s3://bucket/prefix   gs://bucket/prefix   az://account/container/prefix   file:///directory   memory:///
     redis://[user:password@]host[:6379][/database][?cluster=true&prefix=...]        rediss:// with TLS

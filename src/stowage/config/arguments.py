@@ -1,4 +1,4 @@
-"""Types of arguments that users give in Python: what is wrong is told with the argument's name, before it is used.
+"""Type checks of arguments in the Python API: an error names the wrong argument before anything uses it.
 
 Owns no meaning: what values are good for is checked by those who use them. All raise ``ConfigError``.
 """

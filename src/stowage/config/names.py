@@ -1,4 +1,4 @@
-"""What other programs' names of settings are called here.
+"""Names that vLLM, SGLang and llama.cpp have for settings: an error says which setting to use here.
 
 Contract: ``_ELSEWHERE`` is the only table of such names. Flags, environment, ``stowage.toml`` and ``Memory`` all ask
 here, and refuse them with the answer.

@@ -1,4 +1,4 @@
-"""How messages speak of what a user gave: values that may be anything, and names that are unknown."""
+"""Wording of messages: how they show a value that may be anything, and what they suggest for an unknown name."""
 
 import difflib
 import reprlib

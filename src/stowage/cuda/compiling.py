@@ -1,6 +1,4 @@
-"""Whether there is a Triton, and what can go wrong when a kernel is compiled and launched, so that torch does the work
-instead.
-"""
+"""Whether Triton is installed, and which errors of a kernel's compilation or launch make torch do the work instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether any JSON that ends is of a schema: one whose references lead in circles may let none be.
+"""Finds JSON schemas that no finite JSON satisfies, because their references lead in circles.
 
 A part ends if it asks for nothing, or for parts that end. What ends is found by going through the schema again and
 again until nothing new is; what is left in the end refers to itself without a way out (the emptiness of a grammar;

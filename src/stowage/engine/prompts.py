@@ -1,4 +1,4 @@
-"""What a prompt is made of: text, token ids or chat messages become the tokens that a model computes.
+"""Turns a prompt (text, token ids or chat messages) into the tokens that a model computes.
 
 Owns the checks of a prompt, and how much work it may be: in proportion to the tokens that are allowed, not to what was
 sent. A text with more characters than so many tokens can have is refused unread; of a long one pieces are counted

@@ -1,4 +1,4 @@
-"""One forward, described: which tokens of which sequences, and where each group finds and puts their keys and values.
+"""The description of one forward: which tokens of which sequences, and by group the addresses of their keys and values.
 
 Owns the arithmetic between sequences and tensors. It is rebuilt from the sequences for every forward and holds no truth
 of its own, so the batch can be built anew at any time (case A).

@@ -1,4 +1,4 @@
-"""Before an engine decodes with a paged kernel: does it compile here, and is it right for this model's own geometry?
+"""The start-up trial of the paged attention kernel: does it compile here, and is it right for this model's geometry?
 
 Owns the trial. The engine's own pools, which are still empty, get random keys. The kernel reads them, and so does torch
 in float64 (``attention_scores.attend``): with the model's heads, window, soft-capping and sinks, at lengths around

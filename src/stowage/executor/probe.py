@@ -1,4 +1,4 @@
-"""What a model caches, by the executor that runs it: the paged one, or the fallback.
+"""Chooses the executor of a model, the paged one or the fallback, and finds out what the model caches.
 
 Owns the choice between the two.
 """

@@ -1,4 +1,4 @@
-"""Decode steps as static inputs: one step's tensors, where those of every step of its shape lie.
+"""Static inputs of decode steps: tensors at fixed addresses, which each step of their shape fills anew.
 
 Owns the shapes and their inputs. A step of n single tokens is padded to a shape: so many sequences, and block tables
 for so many tokens. It is computed as it is (``StaticSteps.compute``), or recorded and replayed (``replay.graphs``).

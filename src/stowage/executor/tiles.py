@@ -1,4 +1,4 @@
-"""Before instructions for bfloat16 are used: do they give the bits of the kernels for few rows, on this very processor?
+"""The start-up trials of bfloat16 instructions: do they give the bits of the kernels for few rows on this processor?
 
 Owns the trials, and with them the decision. Tiles (AMX): kernels multiply many rows by tiles and few rows by vectors,
 and a row's bits must not depend on which of both it was (``native/kernels/tiles.h``). How a processor's tiles add up is

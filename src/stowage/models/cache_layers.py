@@ -1,4 +1,4 @@
-"""What Transformers' own cache of a model keeps, layer by layer: the one classification, for all who lay caches out.
+"""Classifies what Transformers' own cache of a model keeps in each layer; every cache layout is made from this.
 
 Owns it: it goes by the class of each layer of a ``DynamicCache`` and by what it holds after a forward, never by a
 model's name. A class that is not known here is refused with ``UnsupportedModelError``. Who lays groups out takes the

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files, and an adapter's, are there and whole: looked at before anything slow is imported.
+"""Checks that the files of a checkpoint or an adapter are there and whole, before anything slow is imported.
 
 Owns the checks before loading. What is missing something, or names what lies elsewhere, is refused.
 """

@@ -1,4 +1,4 @@
-"""Where a model is: the directory that is named, or the hub's copy of it.
+"""Finds a model's files: in the directory that is named, or in a download from the hub.
 
 Owns what is said where there is none.
 """

@@ -1,4 +1,4 @@
-"""Which GGUF file of a repository on the hub is meant: ``ORG/NAME:Q4_K_M``, as llama.cpp and others name them.
+"""Chooses the GGUF file of a hub repository: ``ORG/NAME:Q4_K_M``, as llama.cpp and others name them.
 
 Owns names alone; ``hub`` asks for them.
 """

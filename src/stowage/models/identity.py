@@ -1,5 +1,5 @@
-"""What weights are: a digest of their content, so that two models never share a key and a copy of the same model always
-does.
+"""The identity of weights: a digest of their content, so that two models never share a key and copies of one model
+always do.
 
 The design's cheaper identity (config, tensor headers and sizes) cannot tell a fine-tuned checkpoint from its base: same
 names, same shapes, same sizes. Reading the bytes costs little beside loading them (BLAKE3 hashes several GB/s per

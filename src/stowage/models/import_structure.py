@@ -1,4 +1,4 @@
-"""Which name is in which file of Transformers' models, remembered: finding it out takes reading two thousand files.
+"""A stored index of which name is in which file of Transformers' models: building it takes reading two thousand files.
 
 Transformers does so each time that it is imported, twice: more than half of what its import takes. Its answer depends
 on its release alone, so it is kept in a file of the state directory; of a development version it is not. So is which

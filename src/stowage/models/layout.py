@@ -1,4 +1,4 @@
-"""What a model keeps between tokens, as groups of layers that share one cache geometry: the words, and blocks.
+"""The cache layout of a model: groups of layers that share one cache geometry, and their blocks.
 
 Owns the types and how a group's tensors lie in its blocks. What the layers of a model are, ``cache_layers`` says; which
 of them make a group, the layout of each executor. Also owns what is refused by its config alone, and the longest

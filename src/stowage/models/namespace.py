@@ -1,4 +1,4 @@
-"""All that a chunk's bytes depend on besides its tokens: the fields of a namespace, and the sizes of blocks.
+"""The fields of a namespace: all that a chunk's bytes depend on besides its tokens; and the sizes of blocks.
 
 Owns the list (case F3). Changing any field changes every key.
 """

@@ -1,4 +1,4 @@
-"""What a model really does with its cache and its masks: seen in forwards of a few tokens, not read in its name.
+"""Observes what a model really does with its cache and its masks, in forwards of a few tokens.
 
 Owns those forwards. A recording cache notes which layer keeps which tensors; a recording attention notes which layer
 reads whose tensors, with what, and under which mask; the mask is kept as the rule that Transformers made it by, so it

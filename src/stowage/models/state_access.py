@@ -1,5 +1,5 @@
-"""How a model is handed what it kept of the tokens before, and where that is found afterwards: of fallback models, some
-have a name, a class or a holder of their own for it.
+"""Hands a fallback model its cached state and finds it after a forward: some have an argument, a class or a holder of
+their own.
 
 Owns the way between such a holder and the layers of one cache, which ``pooled`` puts into the pools. What is kept in
 modules is taken out of them after every forward, so that prompts can take turns.

@@ -1,4 +1,5 @@
-"""The shape of a model before it is loaded: parameters of every layer by kind, what it caches, what it multiplies.
+"""Reads the shape of a model before it is loaded: the parameters of every layer by kind, what it caches, what it
+multiplies.
 
 Transformers builds the model of a config on the meta device, without weights, and a forward there shows what its cache
 keeps: the same as in the engine, for every family that the engine runs. Where the checkpoint's weights are beside the

@@ -1,4 +1,4 @@
-"""A model in numbers: parameters of each layer by kind, what it caches, what it multiplies.
+"""Types for the shape of a model: parameters of each layer by kind, what it caches, what it multiplies.
 
 Owns the kinds, and arithmetic on them. Knows no model family and reads no file. Bytes are those in memory, in the dtype
 that the model is run in.

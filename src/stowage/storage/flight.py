@@ -1,6 +1,4 @@
-"""A transfer under way at a tier that moves chunks one by one: which of them went well so far, and what was the matter
-with the others.
-"""
+"""A transfer in progress at a tier that moves chunks one by one: which succeeded so far, and why others failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a process tells its neighbours of its host arena: which chunk is ready in which slot. Read without a lock.
+"""A table in shared memory that tells other engines of the machine which chunk is ready in which slot of a host arena.
+Read without a lock.
 
     changes | serials [slots + 1] | masks [slots + 1] | offsets [slots] | keys [slots, 32]        little-endian
 

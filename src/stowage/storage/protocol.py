@@ -1,4 +1,4 @@
-"""What a lower tier is: six methods that never block, and what passes through them.
+"""The protocol of tiers below host memory: six methods that never block, and the types that they exchange.
 
 The store calls a tier from one thread (the engine's). A tier does its work in bounded workers of its own, and hands
 finished transfers back through `poll`. No call carries bytes: a `Transfer` lends the tier views of arena slots.

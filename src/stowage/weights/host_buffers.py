@@ -1,4 +1,4 @@
-"""Host memory in which weights lie for good while a device computes from copies of them, or from itself.
+"""Host memory for weights that a device computes from: through copies, or by reading it over the link.
 
 Owns a few large pieces of memory and who has which of their pages: each parameter begins at a page of its own. Pieces
 are pinned whole, where that is wanted, once everything is in them; only the pages that were given away are, and take

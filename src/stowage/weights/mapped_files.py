@@ -1,4 +1,4 @@
-"""Files that a model in memory computes from where they lie: whoever loaded it has mapped them, and copied nothing.
+"""Watches the files that a loaded model has mapped and computes from in place.
 
 Owns a descriptor of each, and notices when one is written to. A mapping shows what was written there, which is weights
 that nobody has loaded; of a file that was cut short it shows nothing, and reading that ends the process. A file that

@@ -1,4 +1,4 @@
-"""Parameters that a config says are one, where a checkpoint's files hold both of them.
+"""Tied parameters, one parameter by the config, of which a checkpoint's files hold two copies.
 
 Transformers ties such a pair if its values are the same, and leaves it as it is if not: it compares them when all is
 loaded. Offloaded parameters show nothing then, so their bytes are compared before, in the files.

@@ -1,4 +1,4 @@
-"""What is placed: a unit of weights, what it takes wherever it lies, and how it can be delivered."""
+"""A unit of weights, which is placed as a whole: its size wherever it lies, and how it can be delivered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an eviction policy is: an order over the slots that may be evicted now.
+"""The protocol of eviction policies: an order over the slots that may be evicted now.
 
 The ledger tells a policy which slots are evictable: ready, current and pinned by nobody. A slot in use is not in the
 order at all, so no policy can evict it, and choosing victims never has to skip one. A policy may remember keys of

@@ -1,4 +1,4 @@
-"""What is remembered of chunks that have left: a table of fixed size, found by fingerprint of the key.
+"""A record of evicted chunks (ghost entries): a table of fixed size, looked up by fingerprint of the key.
 
     key ── 64-bit fingerprint ── set (a row of WAYS slots) ── index with that fingerprint, or none
 

@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue for newcomers, a main queue for what was used there, a memory of what left the small one.
+"""S3-FIFO: a small queue for newcomers, a main queue for what was used there, a ghost queue of what left the small one.
 
     admit ──> small ──(used twice or more)──> main ──(not used since the last round)──> gone
                 └──(else)──> gone, remembered ──(comes back)──> main

@@ -1,4 +1,4 @@
-"""Attention of single tokens over a pool's blocks, in Triton: the two kernels that ``launch`` calls.
+"""Triton kernels of paged attention for single tokens: the two that ``launch`` calls.
 
     split      one sequence, up to ``ROWS`` of the query heads that share a key head, a piece of the keys that are seen
     combine    one sequence, one query head: its pieces become one answer

@@ -1,4 +1,4 @@
-"""Attention of single tokens that reads a pool's blocks where they lie; torch would gather all keys first.
+"""Paged attention for single tokens: reads a pool's blocks in place, where torch would gather all keys first.
 
 Owns when it is used, and the shapes in which ``kernels`` are launched: how many query heads and keys a program takes at
 a time, and into how many pieces the keys of a sequence are cut. All of this follows from shapes alone, so a CUDA graph

@@ -1,1 +1,1 @@
-"""Matrices in published formats as numbers, in one kernel for each piece of a matrix."""
+"""Unpacks matrices in published formats, with one kernel for each piece of a matrix."""

@@ -1,4 +1,4 @@
-"""What the bytes of published formats mean, in Triton: the two kernels that ``launch`` calls.
+"""Triton kernels that turn the bytes of published formats into numbers: the two that ``launch`` calls.
 
     side_by_side   formats that lie group after group: GGUF's blocks, which hold scale and codes together, MXFP4,
                    NVFP4, int4

@@ -1,1 +1,1 @@
-"""Layers of a model in one call each, where a trial shows that the call computes the same."""
+"""Fused layers: one kernel call for a layer's many torch calls, where a trial shows that it computes the same."""

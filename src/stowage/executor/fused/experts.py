@@ -1,4 +1,4 @@
-"""Stacked experts in published formats: rows by the matrices of several experts, in one call of Python.
+"""Fused products of stacked experts in published formats: several experts in one call from Python.
 
     rows of expert 3   | rows of expert 0 | rows of expert 4
     by its matrix        by its matrix      by its matrix       each where it lies in the stack

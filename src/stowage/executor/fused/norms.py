@@ -1,4 +1,4 @@
-"""A model's root mean square norms in one call of the kernels each, where that was found to be the same computation.
+"""Fused RMS norms: one kernel call each, where a trial finds that it computes the same.
 
 A norm takes torch seven functions and a tenth of a millisecond for a token; a model has two to six of them per layer.
 

@@ -1,5 +1,5 @@
-"""Recurrent layers of a model, and rotary embeddings of prompts: their functions in one call of the kernels each, where
-they compute the same.
+"""Fused functions of recurrent layers, and prompts' rotary embeddings: one kernel call each, where it computes the
+same.
 
 Transformers' models call functions of their own modules, which are written in torch. A delta rule needs 25 of torch's
 functions for a generated token. A scan of Mamba-2's kind makes a number for every two tokens of a chunk, head and

@@ -1,4 +1,4 @@
-"""Which families are read from GGUF files, and what the files of single ones say that is not a field for a field.
+"""Families that are read from GGUF files, and their config entries that are no plain copy of a GGUF field.
 
 Owns the way from ``general.architecture`` to Transformers' type of model. What no field says of a family stands in
 llama.cpp's code (https://github.com/ggml-org/llama.cpp, ``src/models``), or is seen from which tensors there are.

@@ -1,4 +1,4 @@
-"""What every family's fields of a GGUF file say in the same way: counts, layers, the size of a head."""
+"""Config entries that all families make of the same GGUF fields: counts, layers, the size of a head."""
 
 from __future__ import annotations
 

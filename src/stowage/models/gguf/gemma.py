@@ -1,4 +1,4 @@
-"""What files of Gemma say that is no field for a field: layers with a window and without it, shared keys, AltUp.
+"""Gemma's config entries that are no plain copy of a GGUF field: layers with and without a window, shared keys, AltUp.
 
 Sources: llama.cpp, ``conversion/gemma.py`` and ``src/models/gemma3n.cpp``.
 """

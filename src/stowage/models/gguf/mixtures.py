@@ -1,4 +1,4 @@
-"""Families with experts, and what their files say of routers; what a router does otherwise is refused.
+"""Families with experts: what their GGUF files say of routers; a router that computes otherwise is refused.
 
 Sources: llama.cpp, ``conversion`` for what is written and ``src/models`` for what is done where nothing is.
 """

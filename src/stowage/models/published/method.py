@@ -1,4 +1,4 @@
-"""What ``quantization_config`` says: how a checkpoint was quantised by others, and which parameters are, by name.
+"""Reads ``quantization_config``: how a checkpoint was quantised by others, and which parameters are, by name.
 
 Owns the methods that are read, and refuses what is not, by name. Knows no file: what is in one is found there
 (``matrices``), and this is what is counted with where there is none.

@@ -1,4 +1,4 @@
-"""What users write into ``--hicache-storage-backend-extra-config``, and what it comes to."""
+"""Settings in ``--hicache-storage-backend-extra-config``: how they are parsed and checked."""
 
 from __future__ import annotations
 

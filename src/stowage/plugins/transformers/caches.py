@@ -1,4 +1,4 @@
-"""Transformers' caches, seen from outside: what one holds, and one made of what was stored.
+"""Reads what a Transformers cache holds, and builds one from stored chunks.
 
 Owns ``RecordingWindow``, the one cache layer of ours: a sliding-window layer forgets what leaves its window, and what
 was computed for a prompt should outlive that. Otherwise the layers are Transformers' own, so a restored cache is what

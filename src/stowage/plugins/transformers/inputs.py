@@ -1,4 +1,4 @@
-"""What a caller may give as tokens, and how much of it a cache may be reused for.
+"""Checks the tokens that a caller gives, and how many of them may be stored or restored.
 
 ``generate()`` takes pad tokens for padding when it is given no attention mask (unless padding is also the end of text):
 it masks them and counts positions without them. So what comes after one is not named by tokens alone, and is neither

@@ -1,4 +1,4 @@
-"""What is read off vLLM's objects, for the releases that are supported: 0.32 and 0.33.
+"""Reads vLLM's objects, in the forms that the supported releases have: 0.32 and 0.33.
 
 Owns every name of vLLM's that is not part of its connector interface. What differs between releases is asked for, not
 looked up by version. Nothing here changes anything.

@@ -1,4 +1,4 @@
-"""Chunks of answers: nobody can have stored them before, so their bytes go into slots at hand, and are named later.
+"""Stores chunks of generated tokens: their bytes go into free slots at once, and get their keys after the step.
 
 Owns those slots. A step that completes chunks of many requests only reads where their blocks are, all of a group in one
 go; keys are made, and the chunks found, when the workers have written them: beside the steps.

@@ -1,4 +1,4 @@
-"""Which requests a step may complete a chunk of, without a look at those that run and have far to go.
+"""Finds the requests that may complete a chunk in a step, without a look at every running request.
 
 A step gives most requests one token, or with drafts a few; a chunk has 128. So each request is looked at again when it
 can have come so far at the earliest. Those that get more tokens at a time, and those that begin or resume, are looked

@@ -1,4 +1,4 @@
-"""What the scheduler's side and the workers' sides say to each other. Plain values: they cross processes.
+"""Messages between the scheduler's side and the workers' sides. Plain values: they cross processes.
 
     worker    -> scheduler   Part          once, when the KV cache is allocated: how many bytes a block has here
     scheduler -> worker      Step          with each step: what to copy

@@ -1,4 +1,4 @@
-"""What workers have reported, until it is settled: beside the steps, not in them.
+"""A queue of workers' reports, which are processed beside the steps, not in them.
 
 Owns the queue. A step's report only says which copies have ended, and nobody waits for that but who looks a prefix up:
 so the store's thread settles it while the workers compute, or that look-up does, or an idle step. What a step costs

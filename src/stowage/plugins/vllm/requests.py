@@ -1,4 +1,4 @@
-"""What the scheduler's side remembers of one request of vLLM's, and how a prefix for it comes into host memory.
+"""The scheduler side's record of one vLLM request, and the fetch of a prefix for it into host memory.
 
 Owns a fetch at most: the chunks of the prefix that was chosen, pinned until the workers have copied them. Never blocks.
 """

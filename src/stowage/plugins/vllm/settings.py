@@ -1,4 +1,4 @@
-"""What users write into ``kv_connector_extra_config``, and what it comes to."""
+"""Settings in ``kv_connector_extra_config``: how they are parsed and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of vLLM's leaves to be stored, and what became of it.
+"""Stores what a step of vLLM's computed: reserves the chunks, tells the workers, and follows each store to its end.
 
 Owns the stores that workers were told of and have not all ended. A chunk is reserved when the step that completes it is
 built, written by every rank when the step is computed, and found from when the last rank has said so.

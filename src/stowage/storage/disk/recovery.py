@@ -1,4 +1,4 @@
-"""What lies in one segment file: read from its footer, or batch by batch where it has none.
+"""Reads the index of a segment file: from its footer, or batch by batch where it has none.
 
 Reads pages only, never payloads. Whatever is not as docs/format.md says ends the scan there; nothing raises
 FormatError from here, and nothing is allocated on a file's word that was not checked against its length and the limit.

@@ -1,4 +1,4 @@
-"""What the reading and the writing half of the disk tier have in common."""
+"""Parts that the reading and the writing half of the disk tier share."""
 
 from __future__ import annotations
 

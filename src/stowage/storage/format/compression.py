@@ -1,4 +1,4 @@
-"""Whether chunks at rest are packed, and one that is packed for a store of values.
+"""Whether chunks at rest are packed, and the packing of one chunk for a key-value store.
 
 Lossless (`core.lossless`), and never more than a way to write: whoever reads takes either form.
 """

@@ -1,4 +1,4 @@
-"""What a tier asks of a shared store: values by name, in batches. Each store implements it once.
+"""The protocol of a shared store, as a tier uses it: values by name, in batches. Each store implements it once.
 
 The methods run in the tier's event loop, are cancelled when a deadline passes, and raise nothing for what the store or
 the network does: an answer that did not come is a `Failure`. They retry nothing and bound nothing; the tier does both.

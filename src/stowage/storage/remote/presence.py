@@ -1,4 +1,4 @@
-"""What is known of a shared store without asking it: chunks that are there, chunks that were not a moment ago.
+"""A cache of look-ups in a shared store: chunks that are there, and chunks that were not a moment ago.
 
 A key is present (with its valid blocks), absent for a while, or unknown. What is present stays so until somebody says
 otherwise: the store may have forgotten it since, then a load fails and the key is discarded. Other machines store what

@@ -1,4 +1,6 @@
-"""What this process has put into a store, oldest first, so that it can keep to a limit there. For one event loop."""
+"""A record of what this process has put into a store, oldest first, so that it can keep to a limit there. For one event
+loop.
+"""
 
 from __future__ import annotations
 

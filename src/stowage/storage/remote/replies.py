@@ -1,4 +1,4 @@
-"""What a server of keys and values answers, bounded before anybody makes it into objects.
+"""Checks the lengths that a key-value server's replies announce, before a client makes objects of them.
 
 Owns no reply: it looks at the lengths that a reply announces (Redis serialization protocol, version 2), on their way to
 whatever parses it. A client library believes them: a list of 2**31 elements took it a minute of one thread, in which no

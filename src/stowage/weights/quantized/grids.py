@@ -1,4 +1,4 @@
-"""Which values a form has: codes, and what they stand for with a group's scale and least value.
+"""The values that a quantized form has: its codes, and what they mean with a group's scale and least value.
 
 A scale and a least value are found by search: several ranges are tried, codes are rounded to each, and the scale and
 the least value are then fitted to the codes by least squares, some times over. What a format can hold of them (float16,
