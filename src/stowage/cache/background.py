@@ -29,8 +29,8 @@ class Closable(Protocol):
 
 
 class Background:
-    """``store`` and ``reader`` are closed with it. ``name``: of the thread and of the log. ``after_poll``: called under
-    ``turn`` when the thread has polled, and soon after each ``wake``.
+    """A thread that drives ``store``. ``store`` and ``reader`` are closed with it. ``name``: of the thread and of the
+    log. ``after_poll``: called under ``turn`` when the thread has polled, and soon after each ``wake``.
     """
 
     def __init__(

@@ -48,7 +48,9 @@ Index = Callable[[list[bytes]], MaskArray]
 
 
 class Flow:
-    """See the module. Groups are those of `geometry`; `slabs` says which slots they use; `indexes[i]` asks tier i."""
+    """The state machine of a tiered store. Groups are those of `geometry`; `slabs` says which slots they use;
+    `indexes[i]` asks tier i.
+    """
 
     def __init__(
         self,

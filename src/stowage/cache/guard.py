@@ -26,7 +26,9 @@ _RAISED = (Exception, CancelledError, SystemExit)
 
 
 class Guarded:
-    """`failed` is called for each failure outside a transfer. No method raises because of the tier."""
+    """A tier whose exceptions and wrong answers become failures. `failed` is called for each failure outside a
+    transfer. No method raises because of the tier.
+    """
 
     def __init__(self, tier: Tier, trouble: Trouble, failed: Callable[[], None]) -> None:
         self._tier = tier

@@ -44,7 +44,7 @@ def all_zero(masks: MaskArray) -> bool:
 
 
 class KeyMap:
-    """See the module. `replacements`, key to slot, is to be read only: most of the time it is empty."""
+    """A map from keys to slots. `replacements`, key to slot, is to be read only: most of the time it is empty."""
 
     __slots__ = ("_slots", "replacements")
 

@@ -33,7 +33,7 @@ _PATIENCE: Final = 1.5
 
 
 class RowKeys(Protocol):
-    """One prompt."""
+    """The keys of one prompt."""
 
     def of(self, group: int) -> list[bytes]:
         """The keys of its chunks."""

@@ -15,7 +15,9 @@ from stowage.storage.host_table import HostTable
 
 
 class PublishedLedger(Ledger):
-    """See `Ledger`. A chunk is in the table from its `commit` on, until its slot is free."""
+    """A `Ledger` that writes its chunks into a `HostTable`. A chunk is in the table from its `commit` on, until its
+    slot is free.
+    """
 
     __slots__ = ("_table",)
 

@@ -34,7 +34,9 @@ class SharedStore(Protocol):
 
 
 class RemoteLookup:
-    """``timeout_s``: the longest wait for answers, however long the prompt."""
+    """The look-ups of prompts in the shared tiers of one store. ``timeout_s``: the longest wait for answers, however
+    long the prompt.
+    """
 
     def __init__(self, store: SharedStore | None, cost_model: CostModel, timeout_s: float) -> None:
         self._store = store if store is not None and store.probes else None

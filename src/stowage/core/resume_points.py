@@ -44,8 +44,9 @@ def tail_of(length: int, chunk_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """`least`: the shortest distance in tokens, a multiple of the chunks of all groups; 1: every boundary is a point;
-    0: none is. `share`: the distance at p is the largest `least * 2**n` that is at most p / share; 0: always `least`.
+    """The rule that says which positions of a prompt are resume points. `least`: the shortest distance in tokens, a
+    multiple of the chunks of all groups; 1: every boundary is a point; 0: none is. `share`: the distance at p is the
+    largest `least * 2**n` that is at most p / share; 0: always `least`.
     """
 
     least: int

@@ -46,7 +46,9 @@ _USED: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """`points`: what is kept within a prompt. `answers`: windows and states of generated tokens are kept."""
+    """Which windows and states of one prompt are kept. `points`: what is kept within a prompt. `answers`: windows and
+    states of generated tokens are kept.
+    """
 
     points: Points
     answers: bool = True
@@ -97,8 +99,9 @@ class _Tally:
 
 
 class Learner:
-    """Args: `points` of the last level; `strategies` of all groups, at least one of full attention; `step_tokens`, the
-    distance at which recurrent states can be taken. `group`: the group whose keys identify prompts.
+    """Chooses the level of each arriving prompt. Args: `points` of the last level; `strategies` of all groups, at least
+    one of full attention; `step_tokens`, the distance at which recurrent states can be taken. `group`: the group whose
+    keys identify prompts.
     """
 
     def __init__(self, points: Points, strategies: Sequence[GroupStrategy], step_tokens: int) -> None:

@@ -1,5 +1,4 @@
-"""The demo: a model answers over a long document, its process ends, and the next one need not compute the document
-again.
+"""The demo: a model answers over a long document; after a restart it need not compute the document again.
 
 ``python -m stowage.demo [--model MODEL] [--directory DIR]`` prints the placement, what each answer cost in both
 processes, and whether the answers are identical, to the last bit; it writes ``demo.svg`` and ``demo.json``. Exit status

@@ -25,7 +25,9 @@ NEW_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """``instruction``: what a chat begins with, before the document; empty: the model is no chat model."""
+    """What the demo asks a model. ``instruction``: what a chat begins with, before the document; empty: the model is no
+    chat model.
+    """
 
     questions: tuple[str, ...]
     params: SamplingParams

@@ -24,7 +24,8 @@ _ENDLESS = 1 << 30
 
 
 class Embedder:
-    """``model``: a directory, or a hub id. Raises ``CheckpointError`` and ``UnsupportedModelError``.
+    """Turns texts into vectors with an embedding model. ``model``: a directory, or a hub id. Raises ``CheckpointError``
+    and ``UnsupportedModelError``.
 
     ``dimension``: numbers in a vector; ``tokens_max``: of the longest text.
     """

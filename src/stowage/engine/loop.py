@@ -49,7 +49,7 @@ _NOTIFIERS_MAX = 32
 
 
 class Loop:
-    """Runs from construction on. ``eos``: tokens that end a sequence. ``threads``: where locks and threads come from.
+    """The engine's thread. ``eos``: tokens that end a sequence. ``threads``: where locks and threads come from.
     ``closing``: new requests are refused. ``is_taken_apart``: what it used was given back.
     """
 

@@ -21,7 +21,7 @@ from stowage.engine.sequence import Phase, Sequence
 
 @dataclass(slots=True)
 class Overlapped:
-    """``reports``: whether the request's ``reused_tokens`` count what is loaded."""
+    """One sequence's overlapped load. ``reports``: whether the request's ``reused_tokens`` count what is loaded."""
 
     sequence: Sequence
     load: OverlappedLoad

@@ -47,7 +47,7 @@ class Times:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence(SequenceState):
-    """One request."""
+    """One request, as the engine computes it."""
 
     params: SamplingParams
     keys: SequenceKeys

@@ -22,7 +22,7 @@ _DROPPED_S = 5.0
 
 
 class Shutdown:
-    """``weights``: those that the engine owns, where it owns any."""
+    """Shuts one engine down, once. ``weights``: those that the engine owns, where it owns any."""
 
     def __init__(
         self,

@@ -55,8 +55,9 @@ _Found = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Of log-probabilities (natural logarithm): ``measure`` (``median`` or ``rms``) of the engine's differences from
-    the reference in one ``part`` (``prompt`` or ``answer``), ``own``: of Transformers', and the ``bound`` of the first.
+    """A measured difference of log-probabilities (natural logarithm): ``measure`` (``median`` or ``rms``) of the
+    engine's differences from the reference in one ``part`` (``prompt`` or ``answer``), ``own``: of Transformers', and
+    the ``bound`` of the first.
     """
 
     part: str

@@ -39,7 +39,9 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """``prompt`` is what the model is asked, ``reference`` the text it should answer, with its leading space."""
+    """One scored question. ``prompt`` is what the model is asked, ``reference`` the text it should answer, with its
+    leading space.
+    """
 
     prompt: str
     reference: str
@@ -66,7 +68,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """``runs``: the first one has every tier off. ``parity``: all others pass."""
+    """The results of a scored task. ``runs``: the first one has every tier off. ``parity``: all others pass."""
 
     questions: int
     dtype: str

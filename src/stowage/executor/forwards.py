@@ -34,7 +34,7 @@ class Forward(NamedTuple):
 
 @dataclass(slots=True)
 class Forwards:
-    """Of one model on one device.
+    """Cuts a step's work into forwards, for one model on one device.
 
     Args:
         ragged: whether tokens of several sequences may be one flattened forward.

@@ -17,7 +17,9 @@ from torch.nn import Parameter
 
 
 class LatentWeights:
-    """Of one model. ``keeps``: transposed copies are kept until the weight is replaced or changed in place."""
+    """One model's absorbed weights. ``keeps``: transposed copies are kept until the weight is replaced or changed in
+    place.
+    """
 
     def __init__(self, keeps: bool = False) -> None:
         self._keeps = keeps

@@ -30,7 +30,7 @@ class _AttentionLayer:
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """``past_key_values`` of a paged forward."""
+    """What a model gets as ``past_key_values`` in a paged forward: the cache that writes to the pools."""
 
     def __init__(self, layer_count: int, recurrent: BlockPool | None) -> None:
         self._recurrent = recurrent

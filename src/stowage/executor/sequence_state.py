@@ -19,8 +19,9 @@ from stowage.models.adapters import Adapter
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SequenceState:
-    """``computed`` tokens have their keys, values or state in the block tables, of which there is one per group. The
-    first ``prompt_tokens`` were asked, the others generated. ``adapter``: what is added to the model's layers for it.
+    """The part of a sequence that forwards read. ``computed`` tokens have their keys, values or state in the block
+    tables, of which there is one per group. The first ``prompt_tokens`` were asked, the others generated. ``adapter``:
+    what is added to the model's layers for it.
     """
 
     id: int

@@ -118,8 +118,9 @@ def _digest(path: Path) -> str:
 
 
 class FileMarks:
-    """``paths`` as they are before anything is read of them. A name and weights that were read one after the other are
-    of the same files if these are the same afterwards.
+    """Notices whether files change while they are read: keeps the marks of ``paths`` as they are before anything is
+    read of them. A name and weights that were read one after the other are of the same files if these are the same
+    afterwards.
     """
 
     def __init__(self, paths: Iterable[Path] = ()) -> None:

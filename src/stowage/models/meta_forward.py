@@ -26,8 +26,9 @@ _ATEN = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """``model``: on the meta device; ``layers``: what its cache keeps for the executor that runs it; ``reads``: the
-    calls of its attention, none where it computes attention by itself (the fallback).
+    """What a forward on the meta device shows of a model. ``model``: on the meta device; ``layers``: what its cache
+    keeps for the executor that runs it; ``reads``: the calls of its attention, none where it computes attention by
+    itself (the fallback).
     """
 
     model: Any

@@ -23,7 +23,7 @@ from stowage.models.probing import cache_name, takes_rows
 
 
 class Keeper:
-    """Of models that are handed Transformers' own dynamic cache and keep nothing elsewhere."""
+    """The state of models that are handed Transformers' own dynamic cache and keep nothing elsewhere."""
 
     def fresh(self, config: Any) -> DynamicCache:
         """A cache before the first token."""

@@ -24,8 +24,9 @@ _GATED = 3
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``batch`` sequences of up to ``context_tokens`` each. Speeds are predicted for a prompt of ``prompt_tokens`` and
-    an answer of ``answer_tokens``; prompts are computed in forwards of ``step_tokens``.
+    """The requests that a prediction is made for: ``batch`` sequences of up to ``context_tokens`` each. Speeds are
+    predicted for a prompt of ``prompt_tokens`` and an answer of ``answer_tokens``; prompts are computed in forwards of
+    ``step_tokens``.
     """
 
     context_tokens: int
@@ -94,7 +95,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """``ttft_s``: of one prompt on an idle machine; ``ttft_batch_s``: of the last of a batch of them at once."""
+    """Predicted times and rates. ``ttft_s``: of one prompt on an idle machine; ``ttft_batch_s``: of the last of a batch
+    of them at once.
+    """
 
     decode: Step
     tokens_per_s: float

@@ -47,7 +47,9 @@ class History:
 
 
 class Monitor:
-    """Of one server. All methods are called on the event loop's thread; all times are seconds since it began."""
+    """Collects the state of one server. All methods are called on the event loop's thread; all times are seconds since
+    it began.
+    """
 
     def __init__(
         self, async_engine: AsyncEngine, metrics: ServerMetrics, clock: Callable[[], float] = time.monotonic

@@ -44,7 +44,9 @@ class Times:
 
 
 class RequestHistory:
-    """`began_s`: the moment, of the clock of visits, that all times are counted from."""
+    """The open requests and the last ones that ended. `began_s`: the moment, of the clock of visits, that all times are
+    counted from.
+    """
 
     def __init__(self, began_s: float) -> None:
         self._began_s = began_s

@@ -16,8 +16,8 @@ _CLOSE_S = 10.0
 
 
 class EngineSupervisor:
-    """`engine`: the current one; None while another is being opened. `reopened`: how often that was begun; at most
-    `most` times. `open` makes an engine; what it raises is raised here.
+    """Keeps an engine open for the server. `engine`: the current one; None while another is being opened. `reopened`:
+    how often that was begun; at most `most` times. `open` makes an engine; what it raises is raised here.
     """
 
     def __init__(self, open: Callable[[], Engine], most: int = 0) -> None:

@@ -72,7 +72,7 @@ class _Prompt:
 
 
 class Node:
-    """See the module. `contents`: of its lower tiers, fastest first. `chunks_max`: the most in its host memory."""
+    """A simulated engine. `contents`: of its lower tiers, fastest first. `chunks_max`: the most in host memory."""
 
     def __init__(self, scenario: Scenario, events: EventQueue, contents: list[Content], chunks_max: int) -> None:
         self._scenario = scenario

@@ -53,9 +53,9 @@ class EventQueue:
 
 
 class SimulatedStore:
-    """`contents`: of its tiers, fastest first. `chunks_max`: the most in host memory. `progress` is called
-    when a transfer has ended, or a deadline has passed. `unanswered`: the object store has not answered the look-up
-    yet.
+    """A tiered store without bytes. `contents`: of its tiers, fastest first. `chunks_max`: the most in host memory.
+    `progress` is called when a transfer has ended, or a deadline has passed. `unanswered`: the object store has not
+    answered the look-up yet.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from stowage.storage.protocol import Outcome, Transfer
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """`failures`: how many chunks failed, by what is said of them."""
+    """One transfer in progress. `failures`: how many chunks failed, by what is said of them."""
 
     transfer: Transfer
     ok: NDArray[np.bool_] = field(init=False)

@@ -116,7 +116,7 @@ def read_changes(file: int) -> int:
 
 
 class Reader:
-    """Of one slot: `begin`, then its bytes, then `confirm`."""
+    """Reads one slot of a table without a lock: `begin`, then its bytes, then `confirm`."""
 
     def __init__(self, file: int, layout: Layout) -> None:
         self._file = file

@@ -32,7 +32,8 @@ def budget_directory(name: str) -> Path:
 
 
 class Lease:
-    """``nbytes`` of a budget of ``limit_bytes``, until ``release`` or the end of all processes that ``hold`` it.
+    """A part of a shared budget: ``nbytes`` of a budget of ``limit_bytes``, until ``release`` or the end of all
+    processes that ``hold`` it.
 
     Raises BudgetError when so much is not left, DirectoryError for a directory that cannot be used.
     """

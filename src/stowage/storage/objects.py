@@ -46,8 +46,9 @@ _EMPTY: Final = "StartTooLarge"
 
 
 class ObjectTier(RemoteTier):
-    """`url`: see `config.addresses`. `limit_bytes` (0: none) bounds the objects that this process has stored and not
-    removed again: the oldest of them go. What earlier processes stored, a lifecycle rule of the bucket must remove.
+    """Chunks in an object store, or in a directory that machines share. `url`: see `config.addresses`. `limit_bytes`
+    (0: none) bounds the objects that this process has stored and not removed again: the oldest of them go. What earlier
+    processes stored, a lifecycle rule of the bucket must remove.
 
     `chunk_bytes_max` (0: not known): the longest payload to be stored. Other options: see `RemoteTier`. Raises
     ConfigError for an address that cannot be used and a package that is missing, BudgetError for a limit that holds no

@@ -30,7 +30,8 @@ TTL_S: Final = 86_400.0
 
 
 class ValkeyTier(RemoteTier):
-    """`url`: see `stowage.config.addresses`. `password`: in the place of the one in the address.
+    """Chunks in a Valkey or Redis server, or a cluster of them. `url`: see `stowage.config.addresses`. `password`: in
+    the place of the one in the address.
 
     `ttl_s`: seconds after which what was neither stored nor loaded is forgotten by the server; 0: never. At most
     `reads_max + writes_max + probes_max` connections to each node. Other options: see `RemoteTier`. Raises ConfigError

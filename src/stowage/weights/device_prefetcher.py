@@ -123,8 +123,8 @@ class RingSlots:
 
 
 class DevicePrefetcher(Prefetcher[PrefetchTicket | None, list[Tensor]]):
-    """``buffers`` of ``nbytes`` each, for units whose parameters are ``locations``, by the unit's number. ``slots``:
-    of the units that are read from disk.
+    """Copies weights into device buffers ahead of computing: ``buffers`` of ``nbytes`` each, for units whose parameters
+    are ``locations``, by the unit's number. ``slots``: of the units that are read from disk.
     """
 
     def __init__(

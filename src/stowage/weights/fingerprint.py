@@ -34,7 +34,7 @@ def config_bytes(model: Any) -> bytes:
 
 
 class Fingerprint:
-    """Of ``model`` as it is when its weights are named, between forwards."""
+    """The fingerprint of ``model`` as it is when its weights are named, between forwards."""
 
     def __init__(self, model: nn.Module) -> None:
         found = _tensors(model)

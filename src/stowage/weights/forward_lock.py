@@ -81,8 +81,8 @@ def _runs(frame: FrameType | None, at: FrameType | None) -> bool:
 
 
 class ForwardLock:
-    """``waits``: whether a forward of another thread waits for the lock; if not, it is refused. ``timeout_s``: the
-    longest wait for one other forward.
+    """The lock on a model with offloaded weights. ``waits``: whether a forward of another thread waits for the lock; if
+    not, it is refused. ``timeout_s``: the longest wait for one other forward.
     """
 
     def __init__(self, waits: bool = True, timeout_s: float = LOCK_TIMEOUT_S) -> None:

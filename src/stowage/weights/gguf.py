@@ -95,8 +95,8 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """``nbytes`` of ``path`` from ``offset`` on. ``shape``: contiguous dimension last, as in torch (a GGUF file lists
-    the dimensions in reverse).
+    """A tensor in a GGUF file: ``nbytes`` of ``path`` from ``offset`` on. ``shape``: contiguous dimension last, as in
+    torch (a GGUF file lists the dimensions in reverse).
     """
 
     name: str
@@ -113,7 +113,9 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """One model. ``fields``: the metadata of the first file, by key. ``tensors``: of all files, by name."""
+    """A parsed GGUF file, or several that hold one model. ``fields``: the metadata of the first file, by key.
+    ``tensors``: of all files, by name.
+    """
 
     paths: tuple[Path, ...]
     fields: Mapping[str, Any]

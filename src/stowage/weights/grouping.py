@@ -27,9 +27,10 @@ LEAF_BYTES = 64 << 10
 
 @dataclass(slots=True)
 class Unit:
-    """``parameters``: those of ``module`` that are not small, by their name in the model. ``rows``: it is an embedding
-    whose forward reads the rows of its tokens only. ``experts``: how many are stacked in each parameter; 0 for other
-    units. ``apart``: units for the experts inside this one, which also has their parameters.
+    """Parameters that are delivered together. ``parameters``: those of ``module`` that are not small, by their name in
+    the model. ``rows``: it is an embedding whose forward reads the rows of its tokens only. ``experts``: how many are
+    stacked in each parameter; 0 for other units. ``apart``: units for the experts inside this one, which also has their
+    parameters.
     """
 
     name: str

@@ -24,7 +24,7 @@ _MAP_NORESERVE: Final = 0x4000
 
 
 class HostBuffers:
-    """``piece_bytes``: instead of ``PIECE_BYTES``."""
+    """Host memory for weights. ``piece_bytes``: instead of ``PIECE_BYTES``."""
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         assert piece_bytes % PAGE_BYTES == 0

@@ -17,7 +17,7 @@ from stowage.weights.file import File
 
 
 class MappedFiles:
-    """``files``, which are open. ``owned``: they are closed with this; else by whoever opened them, later."""
+    """Watches ``files``, which are open. ``owned``: they are closed with this; else by whoever opened them, later."""
 
     def __init__(self, files: Sequence[File] = (), *, owned: bool = True) -> None:
         self._files, self._owned = files, owned

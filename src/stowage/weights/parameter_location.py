@@ -112,7 +112,9 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """``pieces`` fill a slot, ``offsets`` are where each parameter begins in it, in the order of its unit."""
+    """Where the parameters of a unit lie in a slot of the ring: ``pieces`` fill a slot, ``offsets`` are where each
+    parameter begins in it, in the order of its unit.
+    """
 
     pieces: tuple[_Piece, ...]
     offsets: tuple[int, ...]

@@ -33,7 +33,7 @@ class _Begun:
 
 
 class Prefetcher(ABC, Generic[_Filling, _Lent]):
-    """``buffers``, by number, for ``units``, by number."""
+    """Fills ``buffers``, by number, for ``units``, by number."""
 
     def __init__(self, units: int, buffers: int) -> None:
         assert units > 0 and buffers > 1

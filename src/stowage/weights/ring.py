@@ -22,7 +22,8 @@ class Slot:
 
 
 class Ring(Prefetcher[Ticket, Slot]):
-    """``slots`` buffers of ``slot_bytes``. ``reads(unit, memory)`` says how a slot is filled with a unit's bytes.
+    """A ring of buffers that are filled ahead: ``slots`` buffers of ``slot_bytes``. ``reads(unit, memory)`` says how a
+    slot is filled with a unit's bytes.
 
     ``timeout_s``: the longest wait for a slot to be filled. One that may still be written to is given to nobody.
     """

@@ -27,7 +27,7 @@ _OUT: Final = -1
 
 
 class ARC:
-    """See the module. Slots are 0 .. `slots` - 1, of which it holds at most `capacity`."""
+    """The ARC policy. Slots are 0 .. `slots` - 1, of which it holds at most `capacity`."""
 
     __slots__ = (
         "_capacity",

@@ -51,7 +51,7 @@ _LEARNED: Final = object()
 
 
 class CostAware:
-    """See the module. Slots are 0 .. `slots` - 1, of which it holds at most `capacity`."""
+    """The cost-aware policy. Slots are 0 .. `slots` - 1, of which it holds at most `capacity`."""
 
     __slots__ = (
         "_class",

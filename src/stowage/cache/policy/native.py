@@ -35,7 +35,9 @@ def quick_rate(hazard: Floats) -> Floats:
 
 
 class NativeCostAware(CostAware):
-    """See the module. The order, the clock and the epoch are the kernel's; everything else is as in `CostAware`."""
+    """The cost-aware policy with its loops in C. The order, the clock and the epoch are the kernel's; everything else
+    is as in `CostAware`.
+    """
 
     __slots__ = ("_kernel",)
 

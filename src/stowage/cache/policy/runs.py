@@ -41,7 +41,7 @@ class Run:
 
 
 class Runs:
-    """See the module. `stamp` is the owner's to read, and to write OUT or HELD into."""
+    """Evictable slots in runs. `stamp` is the owner's to read, and to write OUT or HELD into."""
 
     __slots__ = ("_entries", "_limit", "_next", "_of_class", "stamp")
 

@@ -28,7 +28,7 @@ _SMALL, _MAIN = 0, 1
 
 
 class S3FIFO:
-    """See the module. Slots are 0 .. `slots` - 1, of which it holds at most `capacity`."""
+    """The S3-FIFO policy. Slots are 0 .. `slots` - 1, of which it holds at most `capacity`."""
 
     __slots__ = ("_evictable", "_history", "_lengths", "_print", "_queue_of", "_queues", "_small_max", "_uses")
 

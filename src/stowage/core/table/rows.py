@@ -48,7 +48,7 @@ class _Block:
 
 
 class Rows:
-    """See the module. `width`: bytes of a key's fields. Not for several threads at once."""
+    """A table of rows by key. `width`: bytes of a key's fields. Not for several threads at once."""
 
     __slots__ = ("_blocks", "_extents", "_free", "_row_of", "_width")
 

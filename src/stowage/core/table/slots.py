@@ -17,7 +17,7 @@ _ABSENT: Final = repeat(-1)
 
 
 class Slots:
-    """See the module. Every method takes a batch; none loops in Python."""
+    """A table from keys to slots. Every method takes a batch; none loops in Python."""
 
     __slots__ = ("_slot_of",)
 

@@ -56,7 +56,9 @@ Cut = Callable[[Any, Mapping[str, Tensor]], tuple[Any, Mapping[str, Tensor]]]
 
 
 class Unpacking:
-    """``reference``: the same by torch. ``cut``: the first outputs of a matrix, as a matrix of their own."""
+    """How one published format is unpacked on a device. ``reference``: the same by torch. ``cut``: the first outputs of
+    a matrix, as a matrix of their own.
+    """
 
     def __init__(self, reference: Dequantize, cut: Cut) -> None:
         self._reference, self._cut = reference, cut

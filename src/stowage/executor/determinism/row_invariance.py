@@ -47,8 +47,8 @@ _MARK = "is_elementwise"
 
 
 class RowInvariance(TorchFunctionMode):
-    """``exact``: elementwise functions and other products, too. ``int8``: activations are quantized to 8 bits where
-    weights are in an integer format.
+    """The torch function mode in which rows do not depend on one another. ``exact``: elementwise functions and other
+    products, too. ``int8``: activations are quantized to 8 bits where weights are in an integer format.
     """
 
     def __init__(self, *, linear: bool, exact: bool, int8: bool = False) -> None:

@@ -25,7 +25,7 @@ _PRODUCTS = {*PRODUCTS, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm
 
 
 class RowSlices(TorchFunctionMode):
-    """``rows``: of one product, at most."""
+    """The torch function mode that multiplies rows slice by slice. ``rows``: of one product, at most."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()

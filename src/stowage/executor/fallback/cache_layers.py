@@ -117,8 +117,8 @@ class PooledState:
 
 
 class Pooled:
-    """``cache``, a new one for the fallback model, whose layers are replaced. One instance lives as long as its runner;
-    ``begin`` and ``end`` enclose every forward.
+    """The cache of a fallback model, with its tensors in the pools. ``cache``, a new one for the fallback model, whose
+    layers are replaced. One instance lives as long as its runner; ``begin`` and ``end`` enclose every forward.
     """
 
     def __init__(self, cache: DynamicCache, layout: ModelLayout, pools: Sequence[BlockPool]) -> None:
@@ -175,7 +175,7 @@ class _Layer:
 
 
 class _Full(_Layer):
-    """Of ``DynamicLayer`` and those with the keys of an indexer."""
+    """Replaces ``DynamicLayer``, and layers with the keys of an indexer."""
 
     def begin(self, at: At) -> None:
         super().begin(at)
@@ -202,7 +202,7 @@ class _Full(_Layer):
 
 
 class _Window(_Layer):
-    """Of ``DynamicSlidingWindowLayer``, which gets its mask's sizes from ``cumulative_length``."""
+    """Replaces ``DynamicSlidingWindowLayer``, which gets its mask's sizes from ``cumulative_length``."""
 
     sliding_window: int
 

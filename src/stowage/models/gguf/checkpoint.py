@@ -24,7 +24,7 @@ from stowage.weights.quantized.published import Plan
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """``file``: what lies where; ``config``: Transformers'."""
+    """A GGUF file as a checkpoint. ``file``: what lies where; ``config``: Transformers'."""
 
     file: gguf.GgufFile
     config: Any

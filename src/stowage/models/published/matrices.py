@@ -72,8 +72,8 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Those of the files in which ``stored`` lies, for a model that is run in ``dtype``. ``second``: in GPTQ's second
-    format.
+    """The quantised matrices of a checkpoint. Those of the files in which ``stored`` lies, for a model that is run in
+    ``dtype``. ``second``: in GPTQ's second format.
     """
 
     stored: Mapping[str, Stored]

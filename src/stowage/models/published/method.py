@@ -47,7 +47,7 @@ _NO_TRANSFORMS: Final = "which would have to be undone at every step"
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """``name``: one of ``METHODS``; ``stated``: the rest of what the config says."""
+    """How a checkpoint was quantised. ``name``: one of ``METHODS``; ``stated``: the rest of what the config says."""
 
     name: str
     stated: Mapping[str, Any]

@@ -31,8 +31,8 @@ _WHOLE = 1
 
 
 class BlockingTiers:
-    """``tiers``: nearest first. ``timeout_s``: the longest wait for a batch. ``lookup_timeout_s``: the longest wait for
-    shared stores to say what they have.
+    """Tiers with blocking calls, for batches of named pages. ``tiers``: nearest first. ``timeout_s``: the longest wait
+    for a batch. ``lookup_timeout_s``: the longest wait for shared stores to say what they have.
     """
 
     def __init__(self, tiers: Sequence[Tier], timeout_s: float, lookup_timeout_s: float) -> None:

@@ -27,8 +27,8 @@ def page_bytes(pool: Any) -> int:
 
 
 class Names:
-    """Of one engine's rank. ``pools``: the host pools by name; ``version``: SGLang's. ``tier``: the namespace that
-    ranks share, since some of their pages are the same.
+    """The names of the pages of one engine's rank. ``pools``: the host pools by name; ``version``: SGLang's. ``tier``:
+    the namespace that ranks share, since some of their pages are the same.
     """
 
     def __init__(self, config: Any, pools: Mapping[str, Any], version: str) -> None:

@@ -38,7 +38,7 @@ _Answer = TypeVar("_Answer")
 
 
 class StowageStorage(HiCacheStorage):
-    """See the package, and docs/sglang.md for its settings.
+    """Stowage as a storage backend of SGLang's. Settings: docs/sglang.md.
 
     Raises ``ConfigError`` (``BudgetError``) or ``StorageError`` at the start of an engine that could not be served as
     its settings say.

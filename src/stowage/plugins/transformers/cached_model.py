@@ -31,7 +31,8 @@ _NEARER = 0.5
 
 
 class CachedModel:
-    """``model``: a Transformers causal model in evaluation mode, its weights in memory, on whatever devices.
+    """The model of a `PrefixCache`. ``model``: a Transformers causal model in evaluation mode, its weights in memory,
+    on whatever devices.
 
     Raises ``UnsupportedModelError`` for a model whose caches cannot be named or continued, ``ModelError`` for one in
     training mode. Reads every weight once.

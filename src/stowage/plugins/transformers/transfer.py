@@ -22,7 +22,9 @@ from stowage.transfer.runs import runs
 
 
 class CacheTransfer:
-    """``arena``: all its bytes, uint8. ``slabs``: its slab classes; each group belongs to one."""
+    """Copies between Transformers caches and the arena. ``arena``: all its bytes, uint8. ``slabs``: its slab classes;
+    each group belongs to one.
+    """
 
     def __init__(self, arena: NDArray[np.uint8], slabs: Sequence[SlabClass], blocks: Sequence[BlockLayout]) -> None:
         self._arena = torch.from_numpy(arena)

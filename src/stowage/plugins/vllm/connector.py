@@ -26,7 +26,7 @@ from stowage.plugins.vllm.worker import WorkerSide
 
 
 class StowageConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the package, and docs/vllm.md for its settings.
+    """Stowage as a KV connector of vLLM's. Settings: docs/vllm.md.
 
     Raises ``ConfigError`` (``BudgetError``), ``UnsupportedModelError`` or ``StorageError`` at the start of an engine
     that could not be served as its settings say.

@@ -82,9 +82,9 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One rank's of a group; arrays by its pieces. ``offsets``: in bytes, where each begins in a stored block;
-    ``stores``: whether this rank stores it; ``twins``: a number for those that the same several ranks hold, -1 for
-    those that no other has.
+    """The pieces of a group that one rank has; arrays by its pieces. ``offsets``: in bytes, where each begins in a
+    stored block; ``stores``: whether this rank stores it; ``twins``: a number for those that the same several ranks
+    hold, -1 for those that no other has.
     """
 
     offsets: IntArray

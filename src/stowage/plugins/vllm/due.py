@@ -15,7 +15,9 @@ from stowage.plugins.vllm.requests import Tracked
 
 
 class Due:
-    """``step_tokens``: what a step computes at most of a request that generates. ``looks``: how many there were."""
+    """When each request must be looked at next. ``step_tokens``: what a step computes at most of a request that
+    generates. ``looks``: how many there were.
+    """
 
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens

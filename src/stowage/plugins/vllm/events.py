@@ -34,7 +34,7 @@ class _Chunk:
 
 
 class Announcements:
-    """Of one engine. ``hash_tokens``: tokens per block hash of vLLM's."""
+    """The KV cache events of one engine. ``hash_tokens``: tokens per block hash of vLLM's."""
 
     def __init__(self, store: TieredStore, group: Group, hash_tokens: int) -> None:
         self.group = group

@@ -128,7 +128,7 @@ class SharedArena:
 
 
 class _Runs:
-    """Of a group, what a copy moves of each block. ``begins``: where the runs begin in a stored block."""
+    """The runs of bytes that a copy moves of each block of a group. ``begins``: where they begin in a stored block."""
 
     def __init__(self, group: GroupBytes, share: Share, pieces: BoolArray) -> None:
         lengths = np.array([run.shape[1] for run in group.runs], dtype=np.int64)

@@ -74,8 +74,8 @@ class Store:
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """``number``: of the step, from 1. ``busy``: whether it computes anything. ``fresh``: nothing was computed since
-    all that was stored was forgotten, see ``weight_updates``.
+    """The scheduler side's message about one step. ``number``: of the step, from 1. ``busy``: whether it computes
+    anything. ``fresh``: nothing was computed since all that was stored was forgotten, see ``weight_updates``.
     """
 
     number: int = 0

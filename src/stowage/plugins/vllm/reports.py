@@ -20,8 +20,8 @@ _WAITING_MAX = 64
 
 
 class Reports:
-    """Of one engine's workers. ``settle`` is for who has the store's turn, the rest for anybody. ``counts``: what is
-    added up.
+    """The reports of one engine's workers. ``settle`` is for who has the store's turn, the rest for anybody.
+    ``counts``: what is added up.
     """
 
     def __init__(self, storing: Storing, cost_model: CostModel, counts: dict[str, int]) -> None:

@@ -50,7 +50,9 @@ _COUNTS = (
 
 
 class SchedulerSide:
-    """One engine's. Does nothing before ``connect``. ``hash_tokens``: per block hash, where vLLM wants events."""
+    """The scheduler's side of one engine. Does nothing before ``connect``. ``hash_tokens``: per block hash, where vLLM
+    wants events.
+    """
 
     def __init__(
         self, config: Any, shapes: Sequence[adapter.GroupShape], options: Options, hash_tokens: int = 0

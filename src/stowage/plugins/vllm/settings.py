@@ -38,11 +38,12 @@ _POINT_SHARE = 2
 
 @dataclass(frozen=True)
 class Options:
-    """``chunk_blocks``: blocks per chunk, 0: as many as ``_CHUNK_TOKENS`` take. ``close_timeout_s``: how long an end
-    waits for what is still to be written. ``spacing_given``: whether the user said how far apart states are.
-    ``points``: one of ``_POINTS``, or a distance in tokens. ``node_bytes``: what the host memory of all engines on this
-    machine may sum to, 0: each has its own. ``deduplicate_ranks``: what several ranks hold alike is stored once.
-    ``any_parallel_size``: chunks are named by heads and layers, and serve engines of another number of ranks.
+    """The settings that are no memory budgets. ``chunk_blocks``: blocks per chunk, 0: as many as ``_CHUNK_TOKENS``
+    take. ``close_timeout_s``: how long an end waits for what is still to be written. ``spacing_given``: whether the
+    user said how far apart states are. ``points``: one of ``_POINTS``, or a distance in tokens. ``node_bytes``: what
+    the host memory of all engines on this machine may sum to, 0: each has its own. ``deduplicate_ranks``: what several
+    ranks hold alike is stored once. ``any_parallel_size``: chunks are named by heads and layers, and serve engines of
+    another number of ranks.
     """
 
     memory: Memory

@@ -26,7 +26,7 @@ _SLABS = (
 
 
 class Stats(KVConnectorStats):
-    """``data``: ``counters`` and ``gauges``, numbers by name."""
+    """The store's numbers in the form that vLLM passes on. ``data``: ``counters`` and ``gauges``, numbers by name."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data or {})

@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """Those with chunks of one size, by number: all, those of full attention, those and windows."""
+    """The groups with chunks of one size, by number: all, those of full attention, those and windows."""
 
     all: list[int]
     full: list[int]
@@ -59,8 +59,8 @@ class _Groups(NamedTuple):
 
 @dataclass(slots=True)
 class _Writing:
-    """``answers``: the chunks in ``slots``, where these have no keys yet. ``digests``: by what several ranks hold, of
-    what each of them has.
+    """A store that workers have not ended yet. ``answers``: the chunks in ``slots``, where these have no keys yet.
+    ``digests``: by what several ranks hold, of what each of them has.
     """
 
     slots: IntArray | list[int]

@@ -35,9 +35,9 @@ _COMPARED_FIRST, _COMPARED_EVERY = 8, 256
 
 
 class WorkerSide:
-    """``layers``: the names of each group's layers. ``rank``: this worker's, and ``naming`` of its pieces.
-    ``report_part``: its part of a block goes to the scheduler with the first report, since the handshake is another
-    connector's.
+    """The worker's side of one rank. ``layers``: the names of each group's layers. ``rank``: this worker's, and
+    ``naming`` of its pieces. ``report_part``: its part of a block goes to the scheduler with the first report, since
+    the handshake is another connector's.
     """
 
     def __init__(

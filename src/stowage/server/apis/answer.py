@@ -78,7 +78,7 @@ class Answer(ABC):
 
 
 class OpenAIAnswer(Answer):
-    """Of /v1/completions and /v1/chat/completions."""
+    """The answers of /v1/completions and /v1/chat/completions."""
 
     prefix, whole_object, piece_object = "", "", ""
     done_event = True

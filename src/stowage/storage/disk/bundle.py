@@ -17,7 +17,7 @@ NEAR_S: Final = 0.05
 
 @dataclass(slots=True, eq=False)
 class LoadFlight(Flight):
-    """`chunks_left`: so many were planned and have not been read yet."""
+    """One load under way. `chunks_left`: so many were planned and have not been read yet."""
 
     chunks_left: int = 0
 

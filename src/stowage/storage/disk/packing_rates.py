@@ -109,8 +109,8 @@ class _Choice:
 
 
 class PackingRates:
-    """`reading` and `writing` count bytes as they lie, `unpacking` and `packing` raw ones. Whoever does one of these
-    tells its meter, in any thread; `wants` is for one.
+    """Measured rates of one disk tier, and whether it packs. `reading` and `writing` count bytes as they lie,
+    `unpacking` and `packing` raw ones. Whoever does one of these tells its meter, in any thread; `wants` is for one.
     """
 
     def __init__(self, timer: Callable[[], float]) -> None:

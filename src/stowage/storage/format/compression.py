@@ -11,8 +11,8 @@ from stowage.core import lossless
 
 
 class Compression(enum.StrEnum):
-    """Of chunks at rest, to the bit. AUTO: where compiled code does it and it makes loads no slower. ON: wherever it
-    saves space.
+    """When chunks at rest are compressed, without loss. AUTO: where compiled code does it and it makes loads no slower.
+    ON: wherever it saves space.
     """
 
     AUTO = "auto"

@@ -17,7 +17,7 @@ PAUSE_S_MAX: Final = 5.0
 
 
 class Backoff:
-    """`failures`: since the last success. Used by one thread; others may read."""
+    """Says when a store may be asked again. `failures`: since the last success. Used by one thread; others may read."""
 
     def __init__(self, clock: Callable[[], float], chance: Callable[[], float] = random.random) -> None:
         self._clock = clock

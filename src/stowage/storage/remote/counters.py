@@ -40,7 +40,7 @@ LOGGED: Final[Words] = {
 
 
 class Counters(TierCounters):
-    """Those named above."""
+    """The counters that the module describes."""
 
     def __init__(self, trouble: Trouble) -> None:
         super().__init__(NAMES, LOGGED, trouble)

@@ -26,7 +26,7 @@ KEYS_MAX: Final = 1 << 18
 
 
 class Presence:
-    """See above."""
+    """What is known of which keys."""
 
     def __init__(self, absent_s: float, clock: Callable[[], float], keys_max: int = KEYS_MAX) -> None:
         assert absent_s >= 0 and keys_max > 0

@@ -44,7 +44,9 @@ class Identity:
 
 
 class RemoteTransfers:
-    """See above. `health` knows whether the store answers, `room` whether it takes anything."""
+    """The transfers and look-ups of one shared tier. `health` knows whether the store answers, `room` whether it takes
+    anything.
+    """
 
     def __init__(
         self,

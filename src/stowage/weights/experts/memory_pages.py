@@ -37,7 +37,9 @@ def mappings_most() -> int:
 
 
 class Span:
-    """``nbytes`` of reserved addresses, which take no memory themselves. They live as long as ``memory`` does."""
+    """A range of addresses: ``nbytes`` of reserved addresses, which take no memory themselves. They live as long as
+    ``memory`` does.
+    """
 
     def __init__(self, nbytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -46,7 +48,7 @@ class Span:
 
 
 class Frames:
-    """``count`` of ``frame_bytes``, a multiple of a page."""
+    """Memory for experts: ``count`` of ``frame_bytes``, a multiple of a page."""
 
     def __init__(self, count: int, frame_bytes: int) -> None:
         assert frame_bytes % PAGE_BYTES == 0

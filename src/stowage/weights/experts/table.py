@@ -20,8 +20,8 @@ from stowage.weights.reader import Read, Readers, Stall, Ticket
 
 
 class ExpertTable(ABC):
-    """``experts``: of each layer, in the order in which they are computed. All ``frames`` are empty at first.
-    ``timeout_s``: the longest wait for a read.
+    """Which expert is in which frame. ``experts``: of each layer, in the order in which they are computed. All
+    ``frames`` are empty at first. ``timeout_s``: the longest wait for a read.
     """
 
     def __init__(self, experts: Sequence[int], frames: int, readers: Readers, timeout_s: float) -> None:

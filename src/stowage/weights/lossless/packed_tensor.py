@@ -30,7 +30,8 @@ ITEM_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}
 
 
 class PackedTensor(File):
-    """``entry``: what the metadata says of a tensor that lies at ``offset`` of ``file``, ``length`` bytes of it.
+    """A losslessly packed tensor, read as if it were a file. ``entry``: what the metadata says of a tensor that lies at
+    ``offset`` of ``file``, ``length`` bytes of it.
 
     Raises ValueError, KeyError and TypeError for an entry that cannot be right.
     """

@@ -29,7 +29,7 @@ _FRAMES_AT_ONCE: Final = 64
 
 @dataclass(slots=True)
 class Written:
-    """``packed`` and ``kept`` tensors, and the files' bytes before and after."""
+    """What was written: ``packed`` and ``kept`` tensors, and the files' bytes before and after."""
 
     packed: int = 0
     kept: int = 0

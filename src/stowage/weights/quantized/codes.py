@@ -178,8 +178,9 @@ def workspace_bytes(forms: Sequence[Form], item_bytes: int, on_gpu: bool = False
 
 
 class PackedMatrix:
-    """``packed`` bytes as a matrix of ``form``, in the place of a weight that is multiplied with. Whoever wants its
-    values gets them in ``values_dtype``. ``transposed``: what computes with it takes it for (inputs, outputs).
+    """A quantized matrix: ``packed`` bytes as a matrix of ``form``, in the place of a weight that is multiplied with.
+    Whoever wants its values gets them in ``values_dtype``. ``transposed``: what computes with it takes it for (inputs,
+    outputs).
     """
 
     __slots__ = ("form", "packed", "transposed", "values_dtype")

@@ -28,8 +28,8 @@ _LEAST_WEIGHT: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """``weights`` (inputs,): how much each counts. ``factors``: for each ``INPUTS_TOGETHER`` of them the upper Cholesky
-    factor of their products' inverse.
+    """What is known of a matrix's inputs. ``weights`` (inputs,): how much each counts. ``factors``: for each
+    ``INPUTS_TOGETHER`` of them the upper Cholesky factor of their products' inverse.
     """
 
     weights: Tensor
@@ -64,7 +64,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """``codes`` (outputs, inputs), uint8, and what of each group they are to be read with."""
+    """A fitted matrix: ``codes`` (outputs, inputs), uint8, and what of each group they are to be read with."""
 
     scales: Scales
     codes: Tensor

@@ -56,8 +56,8 @@ _GPTQ_LESS: Final = 0x11111111
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """``values`` of a row lie in ``nbytes`` of it. ``ggml``: the type's number in a GGUF file; -1 for those that none
-    has, whose codes alone are counted.
+    """A published block format: ``values`` of a row lie in ``nbytes`` of it. ``ggml``: the type's number in a GGUF
+    file; -1 for those that none has, whose codes alone are counted.
     """
 
     name: str

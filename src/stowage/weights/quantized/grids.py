@@ -136,8 +136,8 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class NestedSteps(Steps):
-    """The same with scales, and how far the least values are below 0, that are up to 63 times a float16 that eight
-    groups share.
+    """A grid like `Steps`, with scales, and how far the least values are below 0, that are up to 63 times a float16
+    that eight groups share.
     """
 
     @property

@@ -110,8 +110,9 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``kept``: by a parameter's name in Transformers' model. ``values``: others, as they are in memory. ``untied``:
-    those that the config ties to another, and that the files have as something else.
+    """How the parameters of a published checkpoint are loaded. ``kept``: by a parameter's name in Transformers' model.
+    ``values``: others, as they are in memory. ``untied``: those that the config ties to another, and that the files
+    have as something else.
     """
 
     kept: Mapping[str, Kept]

@@ -19,7 +19,7 @@ from stowage.executor.fused.recurrent_kernels import StateRows
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """``values[result] = function(*pick(values))``; afterwards the values ``over`` are dead."""
+    """One call of a list: ``values[result] = function(*pick(values))``; afterwards the values ``over`` are dead."""
 
     function: Callable[..., Any]
     pick: Callable[[list[Any]], tuple[Any, ...]]
@@ -59,9 +59,9 @@ PART, WHOLE, ARRIVAL = "part of a tuple", "tuple of parts", "weights that come"
 
 
 class TracedCall(NamedTuple):
-    """``values[result] = function(*(values[index] for index in arguments))``. ``name``: of a torch function that does
-    not change its arguments; ``"linear"``: several linear layers; ``PART``, ``WHOLE``: takes a value out of a tuple, or
-    makes a tuple of values; ``ARRIVAL``: delivers offloaded weights, which are valid for a while.
+    """One call of a trace: ``values[result] = function(*(values[index] for index in arguments))``. ``name``: of a torch
+    function that does not change its arguments; ``"linear"``: several linear layers; ``PART``, ``WHOLE``: takes a value
+    out of a tuple, or makes a tuple of values; ``ARRIVAL``: delivers offloaded weights, which are valid for a while.
     """
 
     function: Callable[..., Any]

@@ -67,7 +67,7 @@ class PromptStep:
 
 
 class _PromptBackend:
-    """``calls``: the backend that traces steps of the same model."""
+    """The replay backend of prompts. ``calls``: the backend that traces steps of the same model."""
 
     def __init__(self, calls: CallBackend) -> None:
         self._calls = calls
