@@ -96,7 +96,7 @@ def test_a_mixed_checkpoint_loses_less_than_4_bits_and_is_one_wherever_it_lies(
     assert said[0].strip()
 
 
-@pytest.mark.parametrize("bits", ["3", "0"])
+@pytest.mark.parametrize("bits", ["3", "0", "nan"])
 def test_too_few_bits_are_said_before_anything_is_written(
     bits: str, call: Stowage, tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -143,6 +143,19 @@ def test_text_of_ones_own_and_none(call: Stowage, tiny_llama: Path, tmp_path: Pa
         json.loads(call("pack", tiny_llama, tmp_path / "c", "--eval-tokens", "0", "--json").stdout)["perplexity"]
         is None
     )
+
+
+def test_what_cannot_be_scored_is_said_before_anything_is_packed(
+    call: Stowage, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing a large model takes hours."""
+    (text := tmp_path / "text").write_text("a")
+    monkeypatch.setattr(packing, "pack", lambda *_: pytest.fail("packed"))
+    for asked, why in ((("--eval", text), "too short"), (("--eval-tokens", "1"), "scores nothing")):
+        done = call("pack", tiny_llama, tmp_path / "out", *asked)
+        assert done.exit_code == 2
+        assert why in done.stderr
+        assert "--eval-tokens" in done.stderr
 
 
 def test_what_is_much_worse_or_was_not_scored_has_no_name(

@@ -126,6 +126,8 @@ pack DIR NEW --eval NEW
 pack DIR NEW --eval DIR
 pack DIR NEW --weights int3
 pack DIR NEW --eval-tokens -1
+pack DIR NEW --eval-tokens 1
+pack DIR NEW --lossless --weights int4
 serve DIR --tool-call-parser qwen3coder
 serve DIR --reasoning-parser nonsense
 tiny llama DIR

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import stowage
 from stowage import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.errors import DirectoryError, StorageError
 from stowage.evaluation import pack as packing
+from stowage.evaluation.calibration import Fitted
 from stowage.models import loading
 from stowage.testing import tiny_models
 from stowage.weights.checkpoint import stored_in
@@ -203,9 +205,22 @@ def test_a_full_disk_is_told_as_one(
 
     monkeypatch.setattr(os, "pwrite", full)
     source, out = str(checkpoints("mixtral")), tmp_path / "out"
-    with pytest.raises(StorageError, match=r"out.part does not take the packed weights: No space left"):
+    with pytest.raises(StorageError, match=r"out.part does not take the packed weights: No space left .*Free some"):
         packing.pack_lossless(source, out) if form == "lossless" else packing.pack(source, out, form)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_disk_that_is_full_while_matrices_are_fitted_is_told_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bytes wait in a file of their own, and closing that one fails no second time."""
+    full = Path("/dev/full")
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir, **options: full.open("r+b", **options))
+    fitted = Fitted(tmp_path)
+    with pytest.raises(StorageError, match=r"No space left on device. Free some space there, or give"):
+        fitted.put("a.matrix", torch.zeros(64, dtype=torch.uint8))
+    fitted.close()
 
 
 @pytest.mark.parametrize("form", ["int8", "lossless"])

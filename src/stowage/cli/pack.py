@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 _FORM = (
     "int8; int4 in groups with a scale each; q4_k and mxfp4: as in GGUF files; mixed: for each matrix what it needs of "
-    "8, 5 and 4 bits."
+    "8, 5 and 4 bits. [default: int8]"
 )
 _BITS_USUAL = 5.0
 _BITS = f"mixed: bits of a layer's weight on average, with its share of scales. [default: {_BITS_USUAL}]"
 _GROUP_USUAL = 32
 _GROUP = f"int4: weights that share a scale; 32, 64 or 128. [default: {_GROUP_USUAL}]"
-_LOSSLESS = "The same weights, to the bit, in fewer bytes; other flags have no effect."
+_LOSSLESS = "The same weights, to the bit, in fewer bytes. Nothing is scored."
 _KEEP = "Keep the packed checkpoint though its perplexity is more than 5 % higher."
 _EVAL = "Plain text that perplexity is measured on. [default: 39 kB of prose that comes with Stowage]"
 
@@ -36,7 +36,7 @@ def pack(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it: a new directory.")],
     *,
     settings: Settings,
-    weights: Annotated[str, typer.Option("--weights", metavar="FORM", help=_FORM)] = "int8",
+    weights: Annotated[str | None, typer.Option("--weights", metavar="FORM", help=_FORM)] = None,
     group: Annotated[int | None, typer.Option(metavar="N", help=_GROUP)] = None,
     bits: Annotated[float | None, typer.Option(metavar="X", help=_BITS)] = None,
     text: Annotated[Path | None, typer.Option("--eval", metavar="FILE", help=_EVAL)] = None,
@@ -55,12 +55,19 @@ def pack(
     """
     memory = settings.memory()
     check_given(model)
+    if lossless and weights is not None:
+        raise ConfigError(
+            f"--lossless keeps all bits of the weights, and --weights {weights} does not: give one of them."
+        )
+    weights = weights or "int8"
     if bits is not None and weights != "mixed":
         raise ConfigError(
             f"--bits {bits:g} is for --weights mixed, and not for {weights}: give that, or leave --bits out."
         )
     if group is not None and weights != "int4":
         raise ConfigError(f"--group {group} is for --weights int4, and not for {weights}: leave --group out.")
+    if eval_tokens == 1:
+        raise ConfigError("--eval-tokens 1 scores nothing, as no token comes before it: give 2 or more, or 0.")
     given = None if text is None else _read(text)
     from stowage.demo import corpus
     from stowage.evaluation import pack
@@ -97,6 +104,9 @@ def pack(
             size = _BITS_USUAL if bits is None else bits
             form = size if weights == pack.MIXED else pack.form_name(weights, group or _GROUP_USUAL)
             fit = lambda part: calibration.fit(model, limits, read, form, part, progress)  # noqa: E731
+
+        if eval_tokens:
+            pack.refuse_short(model, scored, name, eval_tokens)
 
         def judge(part: Path) -> None:
             nonlocal found

@@ -32,6 +32,7 @@ from stowage.weights.quantized.codes import Form
 from stowage.weights.quantized.fitting import Inputs
 from stowage.weights.quantized.modules import Target, targets
 from stowage.weights.quantized.stacks import DOWN, up_projection
+from stowage.weights.safetensors_file import not_taken
 
 _WINDOW_TOKENS: Final = 512
 _WINDOWS: Final = 16
@@ -46,12 +47,19 @@ class Fitted:
 
     def __init__(self, directory: Path) -> None:
         self.forms: dict[str, str] = {}
-        self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by `close`
+        self._directory = directory
+        self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115  # closed by `close`
         self._spans: dict[str, tuple[int, int]] = {}
 
     def put(self, path: str, packed: Tensor) -> None:
+        """Raises StorageError."""
         self._spans[path] = (self._file.seek(0, 2), packed.nbytes)
-        self._file.write(memory_of(packed))
+        left = memory_of(packed)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise not_taken(self._directory, error) from error
 
     def packed(self, target: Target, values: Tensor, otherwise: str) -> tuple[Form, Tensor]:
         """The form and the bytes of ``target``: fitted to its inputs where it was calibrated, else packed as

@@ -25,16 +25,17 @@ from stowage.config.memory import Memory
 from stowage.core.lossless import is_quick
 from stowage.engine.engine import Engine
 from stowage.engine.sampling_params import SamplingParams
-from stowage.errors import ConfigError, DirectoryError, ModelError, StorageError, UnsupportedModelError
+from stowage.errors import ConfigError, DirectoryError, ModelError, UnsupportedModelError
 from stowage.evaluation import runs
 from stowage.evaluation.calibration import Fitted
 from stowage.models import hub, layout, loading
-from stowage.models.directory import has_tokenizer, part_of
+from stowage.models.directory import has_tokenizer, load_tokenizer, part_of
 from stowage.models.files import check_files
 from stowage.weights.loading import Budget
 from stowage.weights.placement import parse_rules
 from stowage.weights.quantized.codes import GROUPS, Form
 from stowage.weights.quantized.modules import FILE, METHOD, VERSION, Target, marked
+from stowage.weights.safetensors_file import not_taken
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
 _NOT_COPIED = ("config.json", "adapter_config.json")
@@ -289,7 +290,7 @@ def _told(part: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{part} does not take the packed checkpoint: {error.strerror or error}.") from error
+        raise not_taken(part, error, "the packed checkpoint") from error
 
 
 def _give_name(part: Path, directory: Path) -> None:
@@ -340,6 +341,18 @@ def reads_text(model: str) -> bool:
     return has_tokenizer(_checkpoint(model))
 
 
+def refuse_short(model: str, text: str, name: str, tokens_most: int) -> None:
+    """Raises ModelError where `perplexity` would, for too short a text: before all is packed."""
+    _scored_ids(load_tokenizer(_checkpoint(model)), text, name, tokens_most)
+
+
+def _scored_ids(tokenizer: Any, text: str, name: str, tokens_most: int) -> list[int]:
+    ids = list(tokenizer.encode(text))[:tokens_most]
+    if len(ids) < 2:
+        raise ModelError(f"{name} is too short to be scored: give a longer text as --eval, or --eval-tokens 0.")
+    return ids
+
+
 def perplexity(
     models: tuple[str, str],
     memory: Memory,
@@ -359,9 +372,7 @@ def perplexity(
         try:
             if engine.tokenizer is None:
                 raise ModelError(f"{model} has no tokenizer, so text cannot be scored.")
-            ids = list(engine.tokenizer.encode(text))[:tokens_most]
-            if len(ids) < 2:
-                raise ModelError(f"{name} is too short to be scored: --eval FILE takes a longer text.")
+            ids = _scored_ids(engine.tokenizer, text, name, tokens_most)
             total, scored = score(engine, ids, partial(progress, what))
             found.append(math.exp(total / scored))
         finally:

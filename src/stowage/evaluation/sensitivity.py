@@ -76,7 +76,7 @@ def chosen(matrices: Sequence[Packable], bits: float) -> dict[str, str]:
     least = {one.path: min(one.choices, key=lambda choice: choice.nbytes) for one in matrices}
     weights, used = sum(one.weights for one in matrices), sum(choice.nbytes for choice in least.values())
     allowed = bits * weights / 8
-    if used > allowed:
+    if not used <= allowed:  # nor is any number of bytes at most NaN
         raise ConfigError(
             f"--bits {bits:g} is less than weights in 4 bits take here with their scales, and with what has to be in 8 "
             f"bits: give {8 * used / weights + 0.005:.2f} or more."

@@ -1,4 +1,5 @@
 """Writes a safetensors file front to back, one tensor in memory at a time; the header comes last, into reserved space.
+Says what helps where a directory does not take it.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -13,11 +14,19 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from stowage.errors import UnsupportedModelError
+from stowage.errors import StorageError, UnsupportedModelError
 from stowage.weights.checkpoint import DTYPES, READ_AS_BYTES
 from stowage.weights.parameter_location import memory_of
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items() if name != READ_AS_BYTES}
+
+
+def not_taken(directory: Path, error: OSError, what: str = "the packed weights", also: str = "") -> StorageError:
+    """Of a full disk, most often. ``also``: what else there is to know, a sentence."""
+    return StorageError(
+        f"{directory} does not take {what}: {error.strerror or error}.{also and f' {also}'} Free some space there, or "
+        "give a directory on another disk."
+    )
 
 
 class SafetensorsFile:

@@ -23,7 +23,7 @@ from stowage.config.memory import parse_size
 from stowage.core.geometry import round_up
 from stowage.errors import ConfigError, StorageError, UnsupportedModelError
 from stowage.weights.quantized.modules import is_packed
-from stowage.weights.safetensors_file import SafetensorsFile
+from stowage.weights.safetensors_file import SafetensorsFile, not_taken
 
 Read = Callable[[str], Tensor]
 """Returns a copy of a parameter or buffer in host memory, given its name."""
@@ -60,9 +60,7 @@ def save(model: Any, read: Read, plain: Callable[..., None], directory: str | os
         writer.write(_converted(model, read, original, kept))
         _name(aside, target, variant)
     except OSError as error:
-        raise StorageError(
-            f"{target} does not take the model: {error.strerror or error}. What was there before is still there."
-        ) from error
+        raise not_taken(target, error, "the model", "What was there before is still there.") from error
     finally:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)

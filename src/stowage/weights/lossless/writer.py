@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from stowage.core import lossless
 from stowage.core.geometry import ALIGNMENT_BYTES, round_up
-from stowage.errors import CheckpointError, StorageError, UnsupportedModelError
+from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.weights.file import File, safetensors_header
 from stowage.weights.lossless.packed_tensor import FRAME_BYTES, ITEM_BYTES, METADATA
-from stowage.weights.safetensors_file import SafetensorsFile
+from stowage.weights.safetensors_file import SafetensorsFile, not_taken
 
 _LEAST_BYTES: Final = 64 << 10
 """Smaller tensors, norms and biases, stay as they are."""
@@ -54,9 +54,7 @@ def write(files: Sequence[Path], source: Path, directory: Path, progress: Callab
                     lambda: progress(written.packed + written.kept, count)
                 )
             except OSError as error:
-                raise StorageError(
-                    f"{directory} does not take the packed weights: {error.strerror or error}."
-                ) from error
+                raise not_taken(directory, error) from error
     return written
 
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from stowage.core.geometry import ALIGNMENT_BYTES, PAGE_BYTES, round_up
-from stowage.errors import CheckpointError, StorageError, UnsupportedModelError
+from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.weights.building import Building
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.quantized.codes import Form
 from stowage.weights.quantized.modules import METHOD, Target, targets
-from stowage.weights.safetensors_file import SafetensorsFile
+from stowage.weights.safetensors_file import SafetensorsFile, not_taken
 from stowage.weights.tied import settle
 
 _WAITS_BELOW_BYTES: Final = 64 << 10
@@ -68,7 +68,7 @@ def write(
             writing.file.close()
         return writing.written
     except OSError as error:
-        raise StorageError(_full(path, error)) from error
+        raise not_taken(path.parent, error) from error
     finally:
         checkpoint.close()
 
@@ -117,7 +117,7 @@ class _Writing(Building):
         try:
             self._take(path, values)
         except OSError as error:  # Transformers calls this, and would be told that it could not read
-            raise StorageError(_full(self._path, error)) from error
+            raise not_taken(self._path.parent, error) from error
         nothing = torch.zeros(1, dtype=values.dtype).expand(values.shape)
         return nn.Parameter(nothing, requires_grad=False)
 
@@ -162,7 +162,3 @@ class _Writing(Building):
             self._waiting.append((name, values.clone()))
         else:
             self.file.append(name, values)
-
-
-def _full(path: Path, error: OSError) -> str:
-    return f"{path.parent} does not take the packed weights: {error.strerror or error}."
