@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -246,8 +247,7 @@ class OverlappedLoad:
 
 def _sum(parts: Iterable[dict[int, int]]) -> dict[int, int]:
     """Bytes by tier, all together."""
-    total: dict[int, int] = {}
+    total = Counter[int]()
     for part in parts:
-        for tier, count in part.items():
-            total[tier] = total.get(tier, 0) + count
+        total.update(part)
     return total

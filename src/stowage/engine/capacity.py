@@ -10,6 +10,7 @@ device. A full group needs only the blocks being written there; older chunks may
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,13 +69,12 @@ class Capacity:
 
     def has_slots(self, needed: Sequence[Counts]) -> bool:
         """Whether host memory has slots for so many chunks of each group, all of ``needed`` together."""
-        total: dict[int, int] = {}
+        total = Counter[int]()
         for chunks in needed:
-            for group, count in chunks.items():
-                total[group] = total.get(group, 0) + count
+            total.update(chunks)
         held = {group for slab in self.slabs for group in slab.groups}
         return total.keys() <= held and all(
-            sum(total.get(group, 0) for group in slab.groups) <= slab.slots for slab in self.slabs
+            sum(total[group] for group in slab.groups) <= slab.slots for slab in self.slabs
         )
 
     def _is_short(self, layout: BlockLayout, tokens: int, counts: Counts) -> bool:

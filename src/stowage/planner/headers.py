@@ -35,7 +35,7 @@ from stowage.planner.shapes import (
     Layer,
     Model,
 )
-from stowage.weights.file import safetensors_header
+from stowage.weights.file import safetensors_header, safetensors_place
 
 if TYPE_CHECKING:
     from stowage.weights.quantized.formats import Spec
@@ -110,11 +110,8 @@ def _unpacked(tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
 
 
 def _tensor(name: str, entry: Mapping[str, Any], data_bytes: int, packed: Any) -> Tensor:
-    begin, end = entry["data_offsets"]
-    shape = tuple(int(n) for n in entry["shape"])
+    begin, end, shape = safetensors_place(name, entry, data_bytes)
     dtype = str(entry["dtype"])
-    if not 0 <= begin <= end <= data_bytes or min(shape, default=0) < 0:
-        raise ValueError(f"{name} lies outside of the file")
     known = (_FLOATS | _OTHERS).get(dtype)
     if known is not None and dtype != "F4" and prod(shape) * known != end - begin:
         raise ValueError(f"{name} has another size than its shape")

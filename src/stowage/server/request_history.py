@@ -10,7 +10,7 @@ request that ended first is dropped first. Used on the event loop's thread alone
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -125,8 +125,7 @@ def _foremost(progress: list[Progress]) -> str:
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
+    total = Counter[str]()
     for one in counts:
-        for tier, tokens in one.items():
-            total[tier] = total.get(tier, 0) + tokens
+        total.update(one)
     return total

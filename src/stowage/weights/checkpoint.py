@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stowage.errors import CheckpointError, damaged
-from stowage.weights.file import File, safetensors_header
+from stowage.weights.file import File, safetensors_header, safetensors_place
 from stowage.weights.gguf import MAGIC
 from stowage.weights.lossless.packed_tensor import METADATA, PackedTensor
 
@@ -201,10 +201,7 @@ def stored_in(path: Path) -> list[Stored]:
             dtype = DTYPES.get(entry["dtype"]) if name != "__metadata__" else None
             if dtype is None:
                 continue
-            first, end = entry["data_offsets"]
-            shape = tuple(int(size) for size in entry["shape"])
-            if not 0 <= first <= end <= file.length - begin or min(shape, default=0) < 0:
-                raise ValueError(f"{name} lies outside of the file")
+            first, end, shape = safetensors_place(name, entry, file.length - begin)
             if prod(shape) * dtype.itemsize != end - first:
                 raise ValueError(f"{name} has another size than its shape")
             found.append(Stored(name, dtype, shape, Span(path, begin + first, end - first)))
@@ -225,9 +222,7 @@ def _tensors(file: File) -> dict[str, tuple[Segment, str]]:
         found = dict[str, tuple[Segment, str]]()
         for name, entry in header.items():
             if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                if not 0 <= begin <= end <= file.length - data:
-                    raise ValueError(f"{name} lies outside of the file")
+                begin, end, _ = safetensors_place(name, entry, file.length - data)
                 found[name] = Segment(file, data + begin, end - begin), sys.intern(str(entry["dtype"]))
                 if name in packed:
                     tensor = PackedTensor(file, data + begin, end - begin, packed[name])

@@ -11,6 +11,7 @@ import ctypes
 import json
 import mmap
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -166,3 +167,14 @@ def safetensors_header(fd: int) -> tuple[dict[str, Any], int]:
     if not 2 <= length <= min(_HEADER_BYTES_MAX, os.fstat(fd).st_size - 8):
         raise ValueError(f"its header is said to take {length} bytes")
     return json.loads(os.pread(fd, length, 8)), 8 + length
+
+
+def safetensors_place(name: str, entry: Mapping[str, Any], data_bytes: int) -> tuple[int, int, tuple[int, ...]]:
+    """Where the tensor ``name`` of a header begins and ends in the ``data_bytes`` behind it, and its shape. Raises
+    ValueError where that is outside of them; KeyError and TypeError for an entry that lacks something.
+    """
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(size) for size in entry["shape"])
+    if not 0 <= begin <= end <= data_bytes or min(shape, default=0) < 0:
+        raise ValueError(f"{name} lies outside of the file")
+    return begin, end, shape
