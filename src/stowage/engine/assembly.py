@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -107,21 +106,21 @@ def assemble(
     check_tiers(tiers, memory)
     if int8:
         check_int8(loaded.model)
-    cut = partial(_cut, *(loaded, memory, salt, clock, tiers), cuda_graphs=cuda_graphs, int8=int8)
+    asked = _Asked(loaded, memory, salt, clock, tiers, cuda_graphs, int8)
     if exactness is Exactness.BATCH_DEPENDENT:
-        return cut(None, why="it was asked for: --batch-dependent")
+        return _cut(asked, None, "it was asked for: --batch-dependent")
     reasons: list[StowageError] = []
     try:
         for candidate in exact_candidates(loaded.model):
             try:
-                return cut(candidate)
+                return _cut(asked, candidate)
             except (UnsupportedModelError, BudgetError) as error:
                 reasons.append(error)
     except ConfigError as error:
         reasons.append(error)
     if exactness is Exactness.REQUIRED:
         raise _impossible(reasons) from reasons[0]
-    parts = cut(None, why=str(reasons[0]))
+    parts = _cut(asked, None, str(reasons[0]))
     logger.warning("the last bits of answers may depend on what is computed beside them: %s", reasons[0])
     return parts
 
@@ -132,30 +131,33 @@ def _impossible(reasons: Sequence[StowageError]) -> StowageError:
     return type(first)(f"Exact answers are not possible here: {first} Without --deterministic it runs nevertheless.")
 
 
-def _cut(
-    loaded: Loaded,
-    memory: Memory,
-    salt: str,
-    clock: Callable[[], float],
-    tiers: Sequence[Tier],
-    candidate: Pieces | None,
-    *,
-    cuda_graphs: bool | None,
-    int8: bool,
-    why: str = "",
-) -> Parts:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the caller of ``assemble`` asked for; see there."""
+
+    loaded: Loaded
+    memory: Memory
+    salt: str
+    clock: Callable[[], float]
+    tiers: Sequence[Tier]
+    cuda_graphs: bool | None
+    int8: bool
+
+
+def _cut(asked: _Asked, candidate: Pieces | None, why: str = "") -> Parts:
     """With prompts cut in this ``candidate``; ``None``: in any, and ``why``."""
+    loaded, memory = asked.loaded, asked.memory
     layout = _layout(loaded, memory, candidate)
     exact = None if candidate is None else simplified(candidate, layout)
     if candidate is not None and exact is not None and layout.recurrent is not None and exact.grid < candidate.grid:
         layout = _layout(loaded, memory, exact)  # no grid is needed: states may be kept at more positions
     check_steps(exact or Pieces(), memory, layout.context_tokens)
-    records = _recorder(loaded, memory, layout, cuda_graphs) if cuda_graphs is not False else None
+    records = _recorder(loaded, memory, layout, asked.cuda_graphs) if asked.cuda_graphs is not False else None
     with ExitStack() as put_back:  # what is put into the model, if the rest fails
         if not layout.alone:
             attention.install(loaded.model)
             put_back.callback(attention.uninstall, loaded.model)
-        parts = _assemble(loaded, memory, layout, salt, clock, tiers, exact, records, put_back, int8)
+        parts = _assemble(asked, layout, exact, records, put_back)
         parts.inexact_because = why
         put_back.pop_all()
     return parts
@@ -176,27 +178,14 @@ def _layout(loaded: Loaded, memory: Memory, candidate: Pieces | None) -> ModelLa
 
 
 def _assemble(
-    loaded: Loaded,
-    memory: Memory,
-    layout: ModelLayout,
-    salt: str,
-    clock: Callable[[], float],
-    tiers: Sequence[Tier],
-    exact: Pieces | None,
-    records: Recorder | None,
-    put_back: ExitStack,
-    int8: bool,
+    asked: _Asked, layout: ModelLayout, exact: Pieces | None, records: Recorder | None, put_back: ExitStack
 ) -> Parts:
-    pieces = exact or Pieces()
-    geometry = Geometry(layout.groups)
-    computed = f"fallback/{loaded.model.config._attn_implementation}" if layout.alone else attention.NAME
-    if loaded.model.device.type != "cpu":  # what another device computes differs in its last bits
-        computed = f"{computed}/{loaded.model.device.type}"
-    if exact is not None:
-        computed = f"{computed}/{exact_name(exact, loaded.model.device)}"
-    if int8:
-        computed = f"{computed}/{INT8_NAME}"
-    name = namespace(namespace_fields(loaded, layout, salt, f"embedded/{ENGINE_FORMAT}", computed))
+    """Name the cache, divide the budgets, then make pools, runner and store, in this order: a store must be closed, so
+    everything that can fail comes before it. ``put_back``: undoes what was changed in the model.
+    """
+    loaded, memory = asked.loaded, asked.memory
+    pieces, geometry = exact or Pieces(), Geometry(layout.groups)
+    name = _namespace(asked, layout, exact)
     grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
     snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
     slabs = split_arena(geometry, memory.arena_bytes, snapshot_tokens) if memory.host_memory_bytes else ()
@@ -205,37 +194,21 @@ def _assemble(
     capacity = Capacity(layout.blocks, slabs, memory.max_num_batched_tokens, pieces.grid, layout.context_tokens)
     graph_bytes = share(memory.kv_cache_memory_bytes) if records is not None else 0
     pool_bytes = memory.kv_cache_memory_bytes - graph_bytes
-    counts = capacity.divide(pool_bytes)
-    pools = _pools(layout, counts, loaded.model.device, pool_bytes)
+    pools = _pools(layout, capacity.divide(pool_bytes), loaded.model.device, pool_bytes)
     assert sum(pool.nbytes for pool in pools) <= pool_bytes, "the device budget is hard"
     strategies = [strategy(group) for group in layout.groups]
-    runner: Runner | FallbackRunner
-    placed = loaded.weights is not None
-    if layout.alone:
-        rows = mode_of(loaded.model, exact=exact is not None, int8=int8)
-        runner = FallbackRunner(
-            *(loaded.model, layout, pools), grid=pieces.grid, exact=exact is not None, mode=rows or nullcontext()
-        )
-    else:
-        runner = Runner(
-            *(loaded.model, layout, pools, strategies),
-            exact=exact,
-            weights=loaded.weights,
-            max_num_seqs=memory.max_num_seqs,
-            int8=int8,
-        )
+    runner = _runner(asked, layout, pools, strategies, exact)
+    if isinstance(runner, Runner):
         put_back.callback(runner.give_back)
         if records is not None:
             runner.record(records, graph_bytes)
     runner.mapped = loaded.mapped
-    if exact is not None:  # before there is a store that must be closed
-        try_rows_once(f"{name.hex()}/{placed}", runner, pools, pieces, layout, memory.max_num_batched_tokens)
-    store = open_store(geometry, memory, name, snapshot_tokens, clock, tiers)
+    if exact is not None:
+        trial_name = f"{name.hex()}/{loaded.weights is not None}"
+        try_rows_once(trial_name, runner, pools, pieces, layout, memory.max_num_batched_tokens)
+    store = open_store(geometry, memory, name, snapshot_tokens, asked.clock, asked.tiers)
     if store is not None:
-        arena = torch.from_numpy(store.arena.numpy())
-        for pool in pools:
-            if pool.group.kind is Kind.FULL:
-                pool.map_host_arena(arena)
+        map_host_arena(pools, store)
     return Parts(
         layout=layout,
         geometry=geometry,
@@ -249,6 +222,48 @@ def _assemble(
         pieces=pieces,
         capacity=capacity,
         kv_cache_memory_bytes=pool_bytes,
+    )
+
+
+def map_host_arena(pools: Sequence[BlockPool], store: TieredStore) -> None:
+    """Let full attention read blocks in the store's host memory."""
+    arena = torch.from_numpy(store.arena.numpy())
+    for pool in pools:
+        if pool.group.kind is Kind.FULL:
+            pool.map_host_arena(arena)
+
+
+def _namespace(asked: _Asked, layout: ModelLayout, exact: Pieces | None) -> bytes:
+    """The namespace of the engine's chunks: also of how they are computed, where that changes the last bits."""
+    loaded = asked.loaded
+    computed = [f"fallback/{loaded.model.config._attn_implementation}" if layout.alone else attention.NAME]
+    if loaded.model.device.type != "cpu":
+        computed.append(loaded.model.device.type)
+    if exact is not None:
+        computed.append(exact_name(exact, loaded.model.device))
+    if asked.int8:
+        computed.append(INT8_NAME)
+    return namespace(namespace_fields(loaded, layout, asked.salt, f"embedded/{ENGINE_FORMAT}", "/".join(computed)))
+
+
+def _runner(
+    asked: _Asked,
+    layout: ModelLayout,
+    pools: Sequence[BlockPool],
+    strategies: Sequence[GroupStrategy],
+    exact: Pieces | None,
+) -> Runner | FallbackRunner:
+    model = asked.loaded.model
+    if layout.alone:
+        rows = mode_of(model, exact=exact is not None, int8=asked.int8) or nullcontext()
+        grid = (exact or Pieces()).grid
+        return FallbackRunner(model, layout, pools, grid=grid, exact=exact is not None, mode=rows)
+    return Runner(
+        *(model, layout, pools, strategies),
+        exact=exact,
+        weights=asked.loaded.weights,
+        max_num_seqs=asked.memory.max_num_seqs,
+        int8=asked.int8,
     )
 
 

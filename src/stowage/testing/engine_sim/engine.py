@@ -16,7 +16,7 @@ from stowage.cache.store import TieredStore
 from stowage.config.memory import Memory
 from stowage.core.geometry import Geometry, Kind, split_arena
 from stowage.core.groups import snapshot_spacing, strategy
-from stowage.engine.assembly import Parts
+from stowage.engine.assembly import Parts, map_host_arena
 from stowage.engine.capacity import Capacity
 from stowage.engine.engine import Engine
 from stowage.executor.block_pool import BlockPool, bytes_needed
@@ -160,9 +160,7 @@ def _parts(machine: Machine, process: Process, faults: EngineFaults) -> tuple[Pa
             policy=memory.eviction_policy,
         )
         arena = store.arena.numpy()
-        for pool in pools:
-            if pool.group.kind is Kind.FULL:
-                pool.map_host_arena(torch.from_numpy(arena))
+        map_host_arena(pools, store)
         link = DeviceLink(PlayedCopies(process, faults, arena, store.slabs, machine.late_copies))
     model = PlayedModel(process.loop, faults, pools, arena)
     runner: Any = model
