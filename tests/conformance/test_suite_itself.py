@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import stowage
-from stowage.testing.tier_model import Lent, TierModel, content_of
+from stowage.testing.tier_model import TierModel, TransferBuffers, content_of
 
 SOURCE = Path(stowage.__file__).parents[1]
 
@@ -107,7 +107,7 @@ def test_masks_always_gain_until_there_is_nothing_to_gain() -> None:
 @pytest.mark.parametrize("shifted", [False, True])
 def test_tripwires(shifted: bool) -> None:
     lengths = [100, 4096, 5000]
-    lent = Lent(lengths, shifted)
+    lent = TransferBuffers(lengths, shifted)
     assert [buffer.nbytes for buffer in lent.buffers] == lengths
     places = [np.frombuffer(buffer, np.uint8).ctypes.data % 4096 for buffer in lent.buffers]
     assert places == [24 if shifted else 0] * 3

@@ -17,7 +17,7 @@ from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import BudgetError, UnsupportedModelError
 from stowage.executor.block_pool import bytes_needed
 from stowage.executor.fallback import runner, trial
-from stowage.executor.fallback.cache_layers import At, PooledRows
+from stowage.executor.fallback.cache_layers import PooledRows, TokenSpan
 from stowage.models.namespace import block_tokens_of
 from stowage.testing import tiny_models
 from tests.depth import mostly_rare
@@ -168,7 +168,7 @@ def test_rows_come_back_as_they_went_in():
         pool = SimpleNamespace(views={7: (storage[..., 1:], storage[..., :dim])}, group=SimpleNamespace(index=1))
         table = generator.permutation(2 * blocks)[:blocks]
         table = np.sort(table) if generator.random() < 0.7 else table
-        rows, at = PooledRows(pool, 7, 1), At(0, 0, (np.zeros(0, np.int64), table.astype(np.int64)))
+        rows, at = PooledRows(pool, 7, 1), TokenSpan(0, 0, (np.zeros(0, np.int64), table.astype(np.int64)))
         length = int(generator.integers(1, blocks * per_block + 1))
         whole, begin = torch.randn(1, heads, length, dim), 0
         while begin < length:

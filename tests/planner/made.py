@@ -5,7 +5,7 @@ from dataclasses import replace
 from stowage.core.geometry import Kind
 from stowage.planner.machine import TYPICAL_CPU, TYPICAL_GPU, Machine
 from stowage.planner.predict import Workload
-from stowage.planner.shapes import Attention, Kept, Layer, Model
+from stowage.planner.shapes import Attention, CacheLayer, Layer, Model
 
 MIB = 1 << 20
 WORK = Workload(context_tokens=64, batch=2, prompt_tokens=32, answer_tokens=8, step_tokens=32)
@@ -28,7 +28,7 @@ def model(layers: list[int], *, head: int = 3, embedding: int = 2, experts: int 
     return Model(
         family="made",
         layers=made,
-        kept=tuple(Kept(at, Kind.FULL, 64) for at in range(len(layers))),
+        kept=tuple(CacheLayer(at, Kind.FULL, 64) for at in range(len(layers))),
         attention=(Attention(256, 64),) * len(layers),
         embedding=embedding * MIB,
         rest=100,

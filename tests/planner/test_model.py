@@ -16,7 +16,7 @@ from stowage.errors import StowageError, UnsupportedModelError
 from stowage.executor.probe import probe
 from stowage.models.multimodal import text_part
 from stowage.planner.model import read_model, shape
-from stowage.planner.shapes import Kept, Model, seen_pairs
+from stowage.planner.shapes import CacheLayer, Model, seen_pairs
 from stowage.testing import tiny_models
 from stowage.testing.tiny_models import TABLE, TinySize
 from tests.depth import mostly_rare
@@ -77,7 +77,7 @@ def test_parameters_and_cached_bytes_are_those_of_the_engine(name: str) -> None:
     real = tiny_models.build(name)
     layout = probe(real, dict.fromkeys(Kind, 16), 4)
     kept = {
-        Kept(layer.index, layer.kind, layer.nbytes, layer.window, layer.tensors[0].every)
+        CacheLayer(layer.index, layer.kind, layer.nbytes, layer.window, layer.tensors[0].every)
         for block in layout.blocks
         for layer in block.layers
     }

@@ -13,7 +13,7 @@ import pytest
 from docs.examples.dict_tier import DictTier
 from stowage.cache.store import TieredStore
 from stowage.core.geometry import Geometry, Group, Kind
-from stowage.core.prefix_search import Certain
+from stowage.core.prefix_search import Anchors
 from stowage.storage.format.protection import Method, Protection, SecretKey
 from stowage.storage.objects import BOUNDS, ObjectTier
 from stowage.storage.protocol import Inquiry, Probe
@@ -266,10 +266,10 @@ def test_of_groups_that_are_not_stored_whole_the_certain_chunks_are_asked_about(
     )
     keys, windows = ([key_of(number) for number in range(first, first + 30)] for first in (0, 100))
     store.commit(store.reserve(1, windows[:2], np.full(2, 15, np.uint64)))
-    store.probe([(0, keys), (1, windows)], {1: Certain((0, 1, 6, 7), 3)})
+    store.probe([(0, keys), (1, windows)], {1: Anchors((0, 1, 6, 7), 3)})
     assert [(len(one.keys), one.first, one.certain) for one in tier.asked] == [
         (30, 0, None),
-        (30, 0, Certain((0, 1, 6, 7), 3)),
+        (30, 0, Anchors((0, 1, 6, 7), 3)),
     ]
     store.close()
 

@@ -13,7 +13,7 @@ import pytest
 
 from stowage.storage.disk.catalog import Catalog
 from stowage.storage.disk.files import RealFileSystem
-from stowage.storage.disk.system import AHEAD_MIN, Ahead, System, one_by_one, some_at_once
+from stowage.storage.disk.system import AHEAD_MIN, ParallelMap, System, one_by_one, some_at_once
 from tests.disk_client import Client, keys_of, segments
 
 KIB = 1 << 10
@@ -32,7 +32,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("ahead", [one_by_one, some_at_once])
-def test_the_newest_record_is_found_whoever_read_it(stored: Path, tmp_path: Path, ahead: Ahead) -> None:
+def test_the_newest_record_is_found_whoever_read_it(stored: Path, tmp_path: Path, ahead: ParallelMap) -> None:
     shutil.copytree(stored, tmp_path / "c")
     threads = set()
 
@@ -53,7 +53,7 @@ def test_the_newest_record_is_found_whoever_read_it(stored: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("ahead", [one_by_one, some_at_once])
-def test_damaged_and_torn_segments_cost_their_own_chunks(stored: Path, tmp_path: Path, ahead: Ahead) -> None:
+def test_damaged_and_torn_segments_cost_their_own_chunks(stored: Path, tmp_path: Path, ahead: ParallelMap) -> None:
     shutil.copytree(stored, tmp_path / "c")
     files = sorted(segments(tmp_path / "c"))
     for path, keep in ((files[4], 4096 + 4096 + 8192 + 8192), (files[9], 0), (files[-1], 100)):  # torn, empty, damaged
@@ -71,7 +71,7 @@ def test_damaged_and_torn_segments_cost_their_own_chunks(stored: Path, tmp_path:
 
 @pytest.mark.parametrize("ahead", [one_by_one, some_at_once])
 def test_a_segment_that_was_repaired_at_opening_is_still_older_than_those_behind_it(
-    stored: Path, tmp_path: Path, ahead: Ahead
+    stored: Path, tmp_path: Path, ahead: ParallelMap
 ) -> None:
     shutil.copytree(stored, tmp_path / "c")
     torn = sorted(segments(tmp_path / "c"))[4]

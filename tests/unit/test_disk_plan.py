@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stowage.core.geometry import round_up
-from stowage.storage.disk.index import Found
+from stowage.storage.disk.index import LookupResult
 from stowage.storage.disk.read_plan import GAP_BYTES_MAX, RUN_BYTES_MAX, RUN_BYTES_MIN, Plan, Run, make_plan
 from stowage.storage.disk.write_queue import WriteQueue
 from stowage.storage.format.protection import NO_MARK, Protection
@@ -24,10 +24,12 @@ Place = tuple[int, int, int]
 """Segment, offset, length."""
 
 
-def found_at(places: list[Place]) -> Found:
+def found_at(places: list[Place]) -> LookupResult:
     segments, offsets, lengths = (np.array(column, np.int64) for column in zip(*places, strict=True))
     masks = np.arange(1, len(places) + 1).astype(np.uint64)
-    return Found(segments, offsets, lengths, masks, np.stack((masks, masks + np.uint64(100)), axis=1), masks == 0)
+    return LookupResult(
+        segments, offsets, lengths, masks, np.stack((masks, masks + np.uint64(100)), axis=1), masks == 0
+    )
 
 
 def planned(places: list[Place], readers: int = 4, rest: Plan | None = None, first: int = 0) -> Plan:

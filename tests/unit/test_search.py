@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.core.prefix_search import Certain, Search
+from stowage.core.prefix_search import Anchors, Search
 
 
 def run(search: Search, there: set[int]) -> tuple[list[int], int]:
@@ -118,7 +118,7 @@ def test_of_windows_the_last_is_found_whole(
     certain = {at for place in places for at in range(max(0, place - window), min(place, count))}
     last = set(range(max(0, parted - window), parted))
     there = {at for at in certain if at < parted} | last
-    search = Search([None] * count, certain=Certain(tuple(sorted(certain)), window), widths=widths)
+    search = Search([None] * count, certain=Anchors(tuple(sorted(certain)), window), widths=widths)
     asked, _ = run(search, there)
     found = {place for place in asked if place in there} | set(search.assumed_present())
     assert found <= there, "nothing is taken to be there that is not"
@@ -126,7 +126,7 @@ def test_of_windows_the_last_is_found_whole(
 
 
 def test_without_certain_places_all_are_asked_about_the_last_first() -> None:
-    search = Search([None] * 20, certain=Certain(), widths=(8, 48))
+    search = Search([None] * 20, certain=Anchors(), widths=(8, 48))
     assert search.ask() == list(range(12, 20))
     search.answer(range(12, 20), [False] * 8)
     assert search.ask() == list(range(12))

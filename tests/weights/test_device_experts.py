@@ -21,7 +21,7 @@ from stowage.engine import engine as engine_module
 from stowage.errors import ModelError, StorageError
 from stowage.weights import reader
 from stowage.weights.checkpoint import Segment
-from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
+from stowage.weights.experts.device_cache import DeviceExperts, LayerExperts, renumbered
 from stowage.weights.file import File
 from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.reader import Readers
@@ -153,7 +153,7 @@ def cache_of(
         own = [nn.Parameter(value.clone(), requires_grad=False) for value in values]
         module.up, module.down = own
         truth.append(values)
-        layers.append(Seated(module, own, locations, carrier.device))
+        layers.append(LayerExperts(module, own, locations, carrier.device))
     readers = Readers(threads)
     cache = DeviceExperts(layers, frames * 4 * 72, readers, timeout_s, carrier, 7)
     assert cache.frames == frames

@@ -19,7 +19,7 @@ from stowage.errors import StorageError
 from stowage.weights import reader
 from stowage.weights.checkpoint import Segment
 from stowage.weights.experts.cache import ExpertCache, Stacks
-from stowage.weights.experts.eviction import Uses
+from stowage.weights.experts.eviction import ExpertUsage
 from stowage.weights.file import File
 from stowage.weights.parameter_location import ParameterLocation
 from stowage.weights.reader import Read, Readers
@@ -231,7 +231,7 @@ def test_a_scan_empties_no_cache(table: File) -> None:
 
 def test_favourites_stay() -> None:
     """An expert that every second token chooses is expected before one that was chosen once, in any layer."""
-    uses = Uses(4, 8)
+    uses = ExpertUsage(4, 8)
     for token in range(60):
         for layer in range(4):
             chosen = np.zeros(8, np.int64)

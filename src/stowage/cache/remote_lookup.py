@@ -14,7 +14,7 @@ from stowage.cache.cost_model import CostModel
 from stowage.cache.overlapped_load import RowKeys
 from stowage.cache.prefix_planner import PrefixRequest
 from stowage.core.geometry import Geometry
-from stowage.core.prefix_search import Certain
+from stowage.core.prefix_search import Anchors
 from stowage.storage.protocol import Probe
 
 
@@ -28,7 +28,7 @@ class SharedStore(Protocol):
         """Whether there are tiers that must be asked what others put there."""
         ...
 
-    def probe(self, wanted: Sequence[tuple[int, list[bytes]]], certain: Mapping[int, Certain] = ...) -> list[Probe]:
+    def probe(self, wanted: Sequence[tuple[int, list[bytes]]], certain: Mapping[int, Anchors] = ...) -> list[Probe]:
         """Ask those tiers how far they have a prompt."""
         ...
 
@@ -54,7 +54,7 @@ class RemoteLookup:
         rows: Sequence[RowKeys],
         usable: int,
         now_s: float,
-        certain: Mapping[int, Certain] = MappingProxyType({}),
+        certain: Mapping[int, Anchors] = MappingProxyType({}),
     ) -> None:
         """Start look-ups for up to ``usable`` tokens of each row. ``certain``: for groups of which not every chunk is
         stored, those that are.

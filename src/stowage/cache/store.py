@@ -27,7 +27,7 @@ from stowage.cache.policy import POLICIES, POLICY_DEFAULT
 from stowage.cache.published_ledger import PublishedLedger
 from stowage.cache.spill_queue import HOST_SHARE, SPILL_BYTES_MAX
 from stowage.core.geometry import Geometry, IntArray, Kind, MaskArray, split_arena
-from stowage.core.prefix_search import Certain
+from stowage.core.prefix_search import Anchors
 from stowage.errors import ConfigError
 from stowage.log import Trouble
 from stowage.storage.host import HostArena
@@ -139,7 +139,7 @@ class TieredStore:
         return any(isinstance(tier, Probing) for tier in self.tiers)
 
     def probe(
-        self, wanted: Sequence[tuple[int, list[bytes]]], certain: Mapping[int, Certain] = MappingProxyType({})
+        self, wanted: Sequence[tuple[int, list[bytes]]], certain: Mapping[int, Anchors] = MappingProxyType({})
     ) -> list[Probe]:
         """Ask shared tiers how much of a prompt they have: (group, keys) pairs, keys from the prompt's first on.
 
@@ -156,7 +156,7 @@ class TieredStore:
         asked = [tier for number, tier in enumerate(self._guarded) if inquiries and breakers[number].allows(now_s)]
         return [probe for tier in asked if (probe := tier.probe(inquiries)) is not None]
 
-    def _inquiry(self, group: int, keys: list[bytes], now_s: float, certain: Certain | None) -> Inquiry | None:
+    def _inquiry(self, group: int, keys: list[bytes], now_s: float, certain: Anchors | None) -> Inquiry | None:
         absent = np.flatnonzero(self._flow.sources(keys, now_s) < 0)
         if not len(absent):
             return None

@@ -44,7 +44,7 @@ _NONE = "-"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Terminal:
     """How much room there is. ``plain``: bars are made of ASCII."""
 
     width: int
@@ -78,7 +78,7 @@ def frame(
     trouble: str = "",
 ) -> RenderableType:
     """The picture. ``before``: an earlier state, for speeds. ``height``: lines of the terminal; ``None``: no limit."""
-    look = Look(width, plain)
+    look = Terminal(width, plain)
     parts: list[RenderableType] = [_head(state["server"], trouble), _gain(state["totals"], look), Text()]
     parts += [_memory(state["memory"], look), Text()]
     if height is None or height >= _LINES_FOR_ALL:
@@ -105,7 +105,7 @@ def _head(server: State, trouble: str) -> Text:
     return head
 
 
-def _gain(totals: State, look: Look) -> Table:
+def _gain(totals: State, look: Terminal) -> Table:
     table = Table(box=box.ROUNDED, show_header=True, header_style="dim", expand=False)
     corrupt = totals["corrupt_chunks"]
     shown = [
@@ -123,7 +123,7 @@ def _gain(totals: State, look: Look) -> Table:
     return table
 
 
-def _memory(memory: State, look: Look) -> Table:
+def _memory(memory: State, look: Terminal) -> Table:
     table = _table("Memory", "", "", "")
     table.columns[1].min_width, table.columns[2].min_width = len("KV, sliding window"), look.bar
     device, host = memory["device"], memory["host"]
@@ -146,7 +146,7 @@ def _memory(memory: State, look: Look) -> Table:
     return table
 
 
-def _tier(tier: State, look: Look) -> Sequence[RenderableType]:
+def _tier(tier: State, look: Terminal) -> Sequence[RenderableType]:
     name, chunks = printable(tier["name"]), tier["chunks"]
     known = "chunks" if chunks is None else f"{chunks:,} {'known ' if tier['shared'] else ''}chunks"
     bar, text = Text(), "shared" if tier["shared"] else ""
@@ -197,7 +197,7 @@ def _speed(state: State, before: State | None, tier: str, name: str) -> str:
     return format_size(total)
 
 
-def _history(history: State, look: Look) -> Table:
+def _history(history: State, look: Terminal) -> Table:
     table = _table("History", "", "now", "most")
     table.columns[1].min_width, table.columns[2].min_width = look.spark, _NUMBER
     samples = history["samples"][-look.spark - 1 :]
@@ -214,7 +214,7 @@ def _history(history: State, look: Look) -> Table:
     return table
 
 
-def _requests(requests: State, now_s: float, rows: int, look: Look) -> Table:
+def _requests(requests: State, now_s: float, rows: int, look: Terminal) -> Table:
     widths = {
         "Requests": look.id,
         "state": 9,
@@ -247,7 +247,7 @@ def _requests(requests: State, now_s: float, rows: int, look: Look) -> Table:
     return table
 
 
-def _origins(request: State, look: Look) -> Text:
+def _origins(request: State, look: Terminal) -> Text:
     tiers = [(tier, tokens) for tier, tokens in request["reused_tokens"].items() if tokens]
     if request["computed_tokens"]:
         tiers.append(("computed", request["computed_tokens"]))
@@ -267,7 +267,7 @@ def _table(title: str, *heads: str, numbers: bool = False) -> Table:
     return table
 
 
-def _bar(parts: Iterable[tuple[float, str, bool]], look: Look, length: int = 0) -> Text:
+def _bar(parts: Iterable[tuple[float, str, bool]], look: Terminal, length: int = 0) -> Text:
     """Parts of (share, tier, faint); what holds anything at all has a character."""
     full, faint, free = (_PLAIN_FULL, _PLAIN_FAINT, _PLAIN_FREE) if look.plain else (_FULL, _FAINT, _FREE)
     length = length or look.bar
@@ -279,7 +279,7 @@ def _bar(parts: Iterable[tuple[float, str, bool]], look: Look, length: int = 0) 
     return bar.append(free * left, "bright_black")
 
 
-def _spark(values: Sequence[float], look: Look) -> Text:
+def _spark(values: Sequence[float], look: Terminal) -> Text:
     sparks, most = _PLAIN_SPARKS if look.plain else _SPARKS, max(values, default=0.0)
     steps = [0 if most <= 0 else math.ceil(value / most * (len(sparks) - 1)) for value in values]
     return Text("".join(sparks[step] for step in steps).rjust(look.spark), "green")

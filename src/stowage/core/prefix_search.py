@@ -27,7 +27,7 @@ _ABSENT: Final = 0
 _PRESENT: Final = 1
 
 
-class Certain(NamedTuple):
+class Anchors(NamedTuple):
     """Anchors of the search: positions, ascending, each of which is stored before any later one. Without any, all
     positions are asked about, the last first. `behind`: positions before the last present anchor that are asked about
     too, because a window may reach back there.
@@ -54,7 +54,7 @@ class Search:
         first: int = 0,
         stride: int = 1,
         widths: tuple[int, int] = (8, 48),
-        certain: Certain | None = None,
+        certain: Anchors | None = None,
     ) -> None:
         assert first >= 0 and stride > 0 and min(widths) > 0
         self._answers = np.array([_UNKNOWN if one is None else int(one) for one in known], np.int8)

@@ -202,7 +202,7 @@ def _prefill_latent(module: Any, query: Tensor, views: Views, run: PrefillStep, 
     return out[0].transpose(0, 1)[..., :width]
 
 
-class _Ways(NamedTuple):
+class _Functions(NamedTuple):
     """How tokens attend: ``tabled`` single ones, by what their table names; ``paged`` all, by the kernels, which read
     blocks where they lie; ``streamed`` a run with offloaded keys; ``decode`` single ones; ``prefill`` a run.
     """
@@ -214,5 +214,7 @@ class _Ways(NamedTuple):
     prefill: Callable[..., Tensor]
 
 
-_OF_HEADS = _Ways(_tabled, _paged, streamed_attention.attend, _decode, _prefill)
-_OF_LATENTS = _Ways(_tabled_latent, _paged_latent, streamed_attention.attend_latent, _decode_latent, _prefill_latent)
+_OF_HEADS = _Functions(_tabled, _paged, streamed_attention.attend, _decode, _prefill)
+_OF_LATENTS = _Functions(
+    _tabled_latent, _paged_latent, streamed_attention.attend_latent, _decode_latent, _prefill_latent
+)

@@ -82,7 +82,7 @@ def begin_import() -> None:
         Thread(target=load, args=(os.fsencode(library), os.RTLD_NOW), daemon=True, name="stowage-import").start()
 
 
-class _Later(ModuleType):
+class _LazyModule(ModuleType):
     """Stands in for a module until something is wanted of it that it was not given; then ``needed`` stand-ins make room
     for their modules, too. A ``package`` is asked for modules as well.
     """
@@ -105,8 +105,8 @@ class _Later(ModuleType):
 def _own(name: str) -> Any:
     """The module ``name`` itself, in place of what stands in for it and for what it needs."""
     standing = sys.modules.get(name)
-    for module in (name, *vars(standing)["_needed"]) if isinstance(standing, _Later) else ():
-        if isinstance(sys.modules.get(module), _Later):
+    for module in (name, *vars(standing)["_needed"]) if isinstance(standing, _LazyModule) else ():
+        if isinstance(sys.modules.get(module), _LazyModule):
             del sys.modules[module]
             outer, _, here = module.rpartition(".")
             vars(sys.modules.get(outer, standing)).pop(here, None)
@@ -118,7 +118,7 @@ class _Basic:
 
     def __instancecheck__(self, instance: Any) -> bool:
         loaded = sys.modules.get("sympy")
-        return not isinstance(loaded, _Later | None) and isinstance(instance, loaded.Basic)
+        return not isinstance(loaded, _LazyModule | None) and isinstance(instance, loaded.Basic)
 
     def __mro_entries__(self, bases: Any) -> tuple[Any, ...]:
         return (_own("sympy").Basic,)
@@ -188,12 +188,12 @@ def _compiler_later() -> Iterator[None]:
     compiler = vars(torch.compiler)
     own = {name: compiler[name] for name in _DECORATORS if name in compiler}
     compiler.update(dict.fromkeys(own, _as_it_is))
-    _Later(_COMPILER, (_OF_MASKS, _SYMBOLS, "sympy"), package=True, **dict.fromkeys(_DECORATORS, _as_it_is))
-    masks = _Later(_OF_MASKS, TransformGetItemToIndex=_index_by_items)
+    _LazyModule(_COMPILER, (_OF_MASKS, _SYMBOLS, "sympy"), package=True, **dict.fromkeys(_DECORATORS, _as_it_is))
+    masks = _LazyModule(_OF_MASKS, TransformGetItemToIndex=_index_by_items)
     if _SYMBOLS not in sys.modules and "sympy" not in sys.modules:
         answers: dict[str, Any] = {name: _of_plain(name) for name in _PLAIN}
-        _Later(_SYMBOLS, ("sympy",), **answers)
-        _Later("sympy", package=True, Basic=_Basic())
+        _LazyModule(_SYMBOLS, ("sympy",), **answers)
+        _LazyModule("sympy", package=True, Basic=_Basic())
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ from stowage.planner.shapes import (
     SHARED,
     USUAL_WIDTH,
     Attention,
-    Kept,
+    CacheLayer,
     Layer,
     Model,
 )
@@ -310,7 +310,7 @@ def plain(fields: Fields, tensors: list[Tensor], dtype: str) -> Model:
     return Model(
         family=fields.family,
         layers=tuple(Layer(index, {}, experts=experts, experts_per_token=chosen) for index in range(count)),
-        kept=tuple(Kept(index, Kind.FULL, row_bytes) for index in range(count)),
+        kept=tuple(CacheLayer(index, Kind.FULL, row_bytes) for index in range(count)),
         attention=(Attention(4 * heads * size, row_bytes),) * count,
         tied=not any("lm_head" in t.name for t in tensors),
         vocab=vocab,

@@ -20,7 +20,7 @@ from stowage.models.files import weight_files
 from stowage.models.hub import find_config, find_gguf
 from stowage.planner import headers
 from stowage.planner.model_config import ITEM_BYTES, PACKED, Fields, read_config, run_dtype
-from stowage.planner.shapes import Attention, Kept, Layer, Model
+from stowage.planner.shapes import Attention, CacheLayer, Layer, Model
 
 if TYPE_CHECKING:
     from stowage.models.meta_forward import Described
@@ -143,7 +143,8 @@ def shape(config: Any, dtype: str) -> Model:
         family=config.model_type,
         layers=tuple(_layers(config, headers.layer_count(parameters))),
         kept=tuple(
-            Kept(layer.index, layer.kind, layer.nbytes, layer.window, layer.tensors[0].every) for layer in found.layers
+            CacheLayer(layer.index, layer.kind, layer.nbytes, layer.window, layer.tensors[0].every)
+            for layer in found.layers
         ),
         attention=tuple(_attention(found)),
         tied=head.weight is embedding.weight,

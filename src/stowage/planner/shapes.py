@@ -22,7 +22,7 @@ USUAL_WIDTH = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CacheLayer:
     """What one cache layer keeps of a sequence, as ``models.layout.Layer`` has it: ``nbytes`` per ``every`` tokens of
     the last ``window`` ones (0: of all), or once for a recurrent state.
     """
@@ -123,7 +123,7 @@ class Model:
 
     family: str
     layers: tuple[Layer, ...]
-    kept: tuple[Kept, ...]
+    kept: tuple[CacheLayer, ...]
     attention: tuple[Attention, ...]
     tied: bool
     vocab: int

@@ -20,9 +20,9 @@ from stowage.cache.flow_types import Discard, Fetch, SourceArray, StartLoad, Sta
 from stowage.cache.policy import POLICIES
 from stowage.cache.spill_queue import HOST_SHARE, SPILL_BYTES_MAX
 from stowage.core.geometry import MaskArray
-from stowage.core.prefix_search import Certain
+from stowage.core.prefix_search import Anchors
 from stowage.simulator.scenario import Scenario
-from stowage.simulator.tiers import Content, Landing, Tier
+from stowage.simulator.tiers import Content, Tier, TransferEnd
 from stowage.storage.protocol import Probe
 
 _CHUNK_BYTES_MAX: Final = 1 << 20
@@ -117,7 +117,7 @@ class SimulatedStore:
         return self._scenario.objects
 
     def probe(
-        self, wanted: Sequence[tuple[int, list[bytes]]], certain: Mapping[int, Certain] = MappingProxyType({})
+        self, wanted: Sequence[tuple[int, list[bytes]]], certain: Mapping[int, Anchors] = MappingProxyType({})
     ) -> list[Probe]:
         """See `TieredStore`; an answer takes the link's latency."""
         probe = Probe(expected_s=self._scenario.object.latency_s)
@@ -155,7 +155,7 @@ class SimulatedStore:
             if landing.at_s > action.deadline_s and isinstance(action, StartStore):
                 self._events.at(action.deadline_s, self._tick)
 
-    def _landed(self, action: StartLoad | StartStore, landing: Landing, now_s: float) -> None:
+    def _landed(self, action: StartLoad | StartStore, landing: TransferEnd, now_s: float) -> None:
         self.tiers[action.tier].land(action, landing)
         masks = self._whole(len(landing.ok)) if isinstance(action, StartStore) else landing.ok.astype(np.uint64)
         self.flow.outcome(action.id, landing.ok, masks, now_s, landing.refused)

@@ -95,7 +95,7 @@ class Objects:
         return known
 
 
-class Landing(NamedTuple):
+class TransferEnd(NamedTuple):
     """The future end of a transfer. `refused`: it was not tried."""
 
     at_s: float
@@ -136,21 +136,21 @@ class Tier:
         self._reads = _Pipe(link.read_bytes_per_s, link.latency_s, link.parallel)
         self._writes = _Pipe(link.write_bytes_per_s, link.latency_s, link.parallel)
 
-    def begin(self, action: StartLoad | StartStore, now_s: float) -> Landing:
+    def begin(self, action: StartLoad | StartStore, now_s: float) -> TransferEnd:
         """Begin a transfer. Returns when and how it ends; `land` must be called then."""
         pipe = self._reads if isinstance(action, StartLoad) else self._writes
         count = len(action.keys)
         pipe.under_way += 1
         if pipe.under_way > TRANSFERS_MAX:
-            return Landing(now_s, np.zeros(count, np.bool_), refused=True)
+            return TransferEnd(now_s, np.zeros(count, np.bool_), refused=True)
         if pipe.begins_s(now_s) > action.deadline_s:
-            return Landing(action.deadline_s, np.zeros(count, np.bool_))
+            return TransferEnd(action.deadline_s, np.zeros(count, np.bool_))
         if isinstance(action, StartStore):
-            return Landing(pipe.end_s(count * self._chunk_bytes, now_s), np.ones(count, np.bool_))
+            return TransferEnd(pipe.end_s(count * self._chunk_bytes, now_s), np.ones(count, np.bool_))
         ok = self.content.masks(action.keys) != 0
-        return Landing(pipe.end_s(int(np.count_nonzero(ok)) * self._chunk_bytes, now_s), ok)
+        return TransferEnd(pipe.end_s(int(np.count_nonzero(ok)) * self._chunk_bytes, now_s), ok)
 
-    def land(self, action: StartLoad | StartStore, landing: Landing) -> None:
+    def land(self, action: StartLoad | StartStore, landing: TransferEnd) -> None:
         """The transfer has ended."""
         moved = int(np.count_nonzero(landing.ok))
         if isinstance(action, StartLoad):

@@ -55,7 +55,7 @@ class _Chunk(Piece):
 
 
 @dataclass(slots=True, eq=False)
-class _Under:
+class _Flight:
     """A transfer that was taken. `left`: its parts that have not ended."""
 
     transfer: Transfer
@@ -111,9 +111,9 @@ class PackedMemoryTier(Reporter):
         if under is not None:
             self._stores.submit(self._run, self._store_all, under, range(len(transfer.keys)))
 
-    def _begin(self, transfer: Transfer, is_load: bool, parts: int) -> _Under | None:
+    def _begin(self, transfer: Transfer, is_load: bool, parts: int) -> _Flight | None:
         count = len(transfer.keys)
-        under = _Under(transfer, is_load, parts, np.zeros(count, np.bool_), np.zeros(count, np.uint64))
+        under = _Flight(transfer, is_load, parts, np.zeros(count, np.bool_), np.zeros(count, np.uint64))
         if not is_load:
             under.masks[:] = transfer.masks
         with self._change:
@@ -126,7 +126,7 @@ class PackedMemoryTier(Reporter):
         self._finish(under, "dropped: queue full" if count else "", refused=bool(count))
         return None
 
-    def _run(self, work: Callable[[_Under, range], None], under: _Under, part: range) -> None:
+    def _run(self, work: Callable[[_Flight, range], None], under: _Flight, part: range) -> None:
         """A part of a transfer, in a thread. However it ends, the transfer is reported when all parts have ended."""
         if self._closed:
             under.refused = True
@@ -148,7 +148,7 @@ class PackedMemoryTier(Reporter):
         if ended:
             self._finish(under, ", ".join(sorted(under.errors)), under.refused)
 
-    def _finish(self, under: _Under, error: str, refused: bool) -> None:
+    def _finish(self, under: _Flight, error: str, refused: bool) -> None:
         self._report(Outcome(under.transfer.id, under.ok, under.masks, error, refused))
 
     def discard(self, keys: list[bytes]) -> None:
@@ -165,7 +165,7 @@ class PackedMemoryTier(Reporter):
 
     # Loads
 
-    def _load_part(self, under: _Under, part: range) -> None:
+    def _load_part(self, under: _Flight, part: range) -> None:
         keys, buffers = under.transfer.keys, under.transfer.buffers
         for at in part:
             with self._change:
@@ -198,7 +198,7 @@ class PackedMemoryTier(Reporter):
 
     # Stores
 
-    def _store_all(self, under: _Under, part: range) -> None:
+    def _store_all(self, under: _Flight, part: range) -> None:
         keys, buffers, masks = under.transfer.keys, under.transfer.buffers, under.transfer.masks.tolist()
         for at in part:
             nbytes = buffers[at].nbytes

@@ -23,7 +23,7 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.core.prefix_search import Certain
+from stowage.core.prefix_search import Anchors
 
 TRANSFERS_MAX: Final = 64
 """Loads, and stores, that a tier takes before it refuses more."""
@@ -145,7 +145,7 @@ class Inquiry:
     mask: int
     first: int = 0
     stride: int = 1
-    certain: Certain | None = None
+    certain: Anchors | None = None
 
 
 @dataclass(slots=True)

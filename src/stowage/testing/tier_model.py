@@ -4,8 +4,8 @@
 it came from, or to none. It only ever forbids: absence is an answer that it may rule out for chunks that must be kept
 (`certain`), nothing else depends on timing. Time is counted in events.
 
-`Lent` is the memory of one transfer: guard pages around each buffer, a poison that is written over the buffers when the
-transfer was reported, and a picture of what must not have changed. Used by `conformance`.
+`TransferBuffers` is the memory of one transfer: guard pages around each buffer, a poison that is written over the
+buffers when the transfer was reported, and a picture of what must not have changed. Used by `conformance`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class TierModel:
         return f"only the first {min(same, best.length)} bytes are those of {best} (which had {best.length})"
 
 
-class Lent:
+class TransferBuffers:
     """The buffers of one transfer. `shifted`: they do not begin on a page."""
 
     def __init__(self, lengths: Sequence[int], shifted: bool) -> None:

@@ -1,6 +1,7 @@
 """One tier under test, as a state machine: random steps, and what is checked after each. Used by `conformance`.
 
-What a tier may answer is decided by `TierModel`; `Lent` sees what happens to memory, `Watch` a call that hangs.
+What a tier may answer is decided by `TierModel`; `TransferBuffers` sees what happens to memory, `Watch` a
+call that hangs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from stowage.storage.protocol import Described, Outcome, Tier, Transfer, Waitable
-from stowage.testing.tier_model import Lent, TierModel, Version, key_of
+from stowage.testing.tier_model import TierModel, TransferBuffers, Version, key_of
 from stowage.testing.watch import NonConformance, Watch
 
 NEVER_S: Final = 1e18
@@ -39,7 +40,7 @@ class Promises(Protocol):
 class _Flight:
     """A transfer and what is known of it. `versions`: of a store; `expected`: what a load must bring, if anything."""
 
-    def __init__(self, transfer: Transfer, lent: Lent, numbers: list[int], began: int) -> None:
+    def __init__(self, transfer: Transfer, lent: TransferBuffers, numbers: list[int], began: int) -> None:
         self.transfer = transfer
         self.lent = lent
         self.numbers = numbers
@@ -127,7 +128,7 @@ class TierSteps(RuleBasedStateMachine):
         self._check_memory()
 
     def _flight(self, numbers: list[int], lengths: list[int], masks: list[int], late: bool, shifted: bool) -> _Flight:
-        lent = Lent(lengths, shifted)
+        lent = TransferBuffers(lengths, shifted)
         deadline_s = time.monotonic() - PAST_S if late else NEVER_S
         keys = [key_of(number) for number in numbers]
         transfer = Transfer(len(self._ids) + 1, keys, list(lent.buffers), np.array(masks, np.uint64), deadline_s)

@@ -18,7 +18,7 @@ from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.delivery import HOST, TIMEOUT_S, Load, Rows, Stacked, Streamed, files_of, hide, show
 from stowage.weights.device_prefetcher import Carrier, DevicePrefetcher, RingSlots, nbytes_of
 from stowage.weights.experts.cache import ExpertCache, Stacks, chosen
-from stowage.weights.experts.device_cache import DeviceExperts, Seated, renumbered
+from stowage.weights.experts.device_cache import DeviceExperts, LayerExperts, renumbered
 from stowage.weights.experts.table import ExpertTable
 from stowage.weights.file import File
 from stowage.weights.forward_passes import ForwardPasses
@@ -111,7 +111,8 @@ class Deliveries:
             stacks = [Stacks(load.unit.experts, parameters, locations) for load, parameters, locations in parts]
             return ExpertCache(stacks, most_bytes, self._readers, TIMEOUT_S)
         seated = [
-            Seated(load.unit.module, parameters, locations, carrier.device) for load, parameters, locations in parts
+            LayerExperts(load.unit.module, parameters, locations, carrier.device)
+            for load, parameters, locations in parts
         ]
         first = self.placement.ring_slots
         return DeviceExperts(seated, most_bytes, self._readers, TIMEOUT_S, carrier, first)

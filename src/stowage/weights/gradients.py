@@ -130,7 +130,7 @@ class Gradients:
         """As ``torch.utils.checkpoint.checkpoint``: compute ``function`` now, and again in the backward pass."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        again = _Again(self, functools.partial(function, *args, **kwargs))
+        again = _Recomputed(self, functools.partial(function, *args, **kwargs))
         with torch.autograd.graph.saved_tensors_hooks(again.number, again.value):
             return again.function()
 
@@ -155,7 +155,7 @@ class Gradients:
         self._follow(self._round)
 
 
-class _Again:
+class _Recomputed:
     """A call of which autograd saves numbers only. When the first is unpacked, it is computed again."""
 
     def __init__(self, gradients: Gradients, function: Callable[[], Any]) -> None:
@@ -225,7 +225,7 @@ def without(output: Any) -> Any:
     """
     if isinstance(output, Tensor):
         known = output.is_floating_point() and not output.requires_grad and not output.is_inference()
-        return _Without.apply(torch.zeros((), requires_grad=True), output) if known else output  # type: ignore[no-untyped-call]
+        return _NoBackward.apply(torch.zeros((), requires_grad=True), output) if known else output  # type: ignore[no-untyped-call]
     if isinstance(output, dict):  # Transformers' outputs are
         for name, value in list(output.items()):
             if isinstance(value, Tensor | tuple):
@@ -235,7 +235,7 @@ def without(output: Any) -> Any:
     return output
 
 
-class _Without(torch.autograd.Function):
+class _NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, _anchor: Tensor, output: Tensor) -> Tensor:
         return output.detach()

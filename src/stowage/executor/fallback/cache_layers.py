@@ -38,7 +38,7 @@ class BlockPart(NamedTuple):
     whole: int
 
 
-class At:
+class TokenSpan:
     """A forward computes ``count`` tokens of one sequence from ``start`` on; ``BlockTable.addresses`` by group."""
 
     def __init__(self, start: int, count: int, addresses: Sequence[NDArray[np.int64]]) -> None:
@@ -75,13 +75,13 @@ class PooledRows:
         self._view = pool.views[layer][part]
         self._group, self._rows = pool.group.index, self._view.shape[2]
 
-    def put(self, at: At, first: int, new: Tensor) -> None:
+    def put(self, at: TokenSpan, first: int, new: Tensor) -> None:
         """``new`` ``[1, heads, rows, dim]`` becomes the rows from ``first`` on."""
         for part in at.parts(self._group, self._rows, first, first + new.shape[2]):
             assert part.block > NULL_BLOCK, "rows are put into a block that the device does not have"
             self._inside(part).copy_(self._outside(part, new[0], first))
 
-    def get(self, at: At, first: int, end: int) -> Tensor:
+    def get(self, at: TokenSpan, first: int, end: int) -> Tensor:
         """Rows ``[first, end)`` as ``[1, heads, rows, dim]``, in one piece."""
         out = self._view.new_empty((1, self._view.shape[1], end - first, self._view.shape[3]))
         for part in at.parts(self._group, self._rows, first, end):
@@ -110,7 +110,7 @@ class PooledState:
     def __init__(self, view: Tensor, group: int) -> None:
         self._view, self._group = view, group
 
-    def of(self, at: At) -> Tensor:
+    def of(self, at: TokenSpan) -> Tensor:
         """The sequence's state ``[1, ...]``, a view of the pool."""
         block = int(at.addresses[self._group][0])
         return self._view[block : block + 1]
@@ -140,7 +140,7 @@ class Pooled:
             cache.layers[index] = layer
             self._pooled.append(layer)
 
-    def begin(self, at: At) -> None:
+    def begin(self, at: TokenSpan) -> None:
         """The coming forward computes ``at``: layers are as after the tokens before it."""
         for layer in self._pooled:
             layer.begin(at)
@@ -159,9 +159,9 @@ class _Layer:
     ) -> None:
         self.__dict__.update(fields)
         self.rows, self.states = rows, states
-        self.at = At(0, 0, ())
+        self.at = TokenSpan(0, 0, ())
 
-    def begin(self, at: At) -> None:
+    def begin(self, at: TokenSpan) -> None:
         self.at = at
 
     def end(self) -> None:
@@ -177,7 +177,7 @@ class _Layer:
 class _Full(_Layer):
     """Replaces ``DynamicLayer``, and layers with the keys of an indexer."""
 
-    def begin(self, at: At) -> None:
+    def begin(self, at: TokenSpan) -> None:
         super().begin(at)
         self.length, self.is_initialized = at.start, at.start > 0
 
@@ -206,7 +206,7 @@ class _Window(_Layer):
 
     sliding_window: int
 
-    def begin(self, at: At) -> None:
+    def begin(self, at: TokenSpan) -> None:
         super().begin(at)
         self.cumulative_length, self.is_initialized = at.start, at.start > 0
 
@@ -225,7 +225,7 @@ class _Compressed(_Window):
     compressed_kv: dict[str, Any]
     entry_count: dict[str, int]
 
-    def begin(self, at: At) -> None:
+    def begin(self, at: TokenSpan) -> None:
         super().begin(at)
         entries, waiting = divmod(at.start, self.compress_rate)
         self.entry_count = dict.fromkeys(self.compressed_kv, entries)
@@ -254,7 +254,7 @@ class _Compressed(_Window):
 class _Linear(_Layer):
     """Layers with convolution or recurrent states, which models write in place, or replace."""
 
-    def begin(self, at: At) -> None:
+    def begin(self, at: TokenSpan) -> None:
         super().begin(at)
         for name, state in self.states.items():
             attribute, number = name.split("/")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stowage.executor.batch import Work
 from stowage.executor.block_pool import BlockPool
-from stowage.executor.fallback.cache_layers import At, Pooled
+from stowage.executor.fallback.cache_layers import Pooled, TokenSpan
 from stowage.models.adapters import Adapters
 from stowage.models.layout import ModelLayout
 from stowage.models.state_access import forward, keeper_of
@@ -76,7 +76,7 @@ class FallbackRunner:
         addresses = [table.addresses for table in work.sequence.tables]
         found = []
         for begin, end in self._pieces(work.start, work.start + work.count):
-            self._cache.begin(At(begin, end - begin, addresses))
+            self._cache.begin(TokenSpan(begin, end - begin, addresses))
             with self._mode:
                 logits = forward(
                     self._model, work.sequence.tokens[begin:end], begin, self._cache.cache, every_logit=work.every_logit

@@ -21,7 +21,7 @@ from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import NULL_BLOCK, Group, IntArray, Kind
 from stowage.core.groups import GroupStrategy
 from stowage.core.key import SequenceKeys
-from stowage.core.prefix_search import Certain
+from stowage.core.prefix_search import Anchors
 from stowage.core.retention import Learner, Retention
 from stowage.plugins.vllm import adapter
 from stowage.plugins.vllm.namespace import Namespaces
@@ -153,19 +153,19 @@ class Prefixes:
         self._remote_lookup.ask(tracked.prefix, [tracked.keys], usable, time.monotonic(), certain)
         tracked.phase = Phase.ASKING
 
-    def _certain(self, usable: int) -> dict[int, Certain]:
+    def _certain(self, usable: int) -> dict[int, Anchors]:
         """By group, of those that are not stored whole: the chunks that are stored of every prompt. A state is stored
         where a step has ended, which is not known of another server.
         """
-        found: dict[int, Certain] = {}
+        found: dict[int, Anchors] = {}
         for strategy in self._strategies:
             group = strategy.group
             if group.kind is Kind.RECURRENT:
-                found[group.index] = Certain()
+                found[group.index] = Anchors()
             elif group.kind is not Kind.FULL and not self._points.everywhere:
                 chunks = range(usable // group.chunk_tokens)
                 at = np.flatnonzero(self._points.kept(strategy, chunks)).tolist()
-                found[group.index] = Certain(tuple(at), -(-group.window // group.chunk_tokens) + 1)
+                found[group.index] = Anchors(tuple(at), -(-group.window // group.chunk_tokens) + 1)
         return found
 
     def offer(self, tracked: Tracked, held: int) -> int | None:

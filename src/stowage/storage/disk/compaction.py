@@ -12,7 +12,7 @@ from stowage.core.geometry import PAGE_BYTES, round_up
 from stowage.native.memory import pages
 from stowage.storage.disk.allocator import segment_bytes_for
 from stowage.storage.disk.catalog import Segment
-from stowage.storage.disk.index import Found
+from stowage.storage.disk.index import LookupResult
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX, plan_runs
 from stowage.storage.disk.reader import Reader, Result
 from stowage.storage.disk.shared import Shared
@@ -70,7 +70,7 @@ class Compactor:
                 self._counters.add("rewritten", len(chunks))
                 yield entries
 
-    def _read(self, keys: list[bytes], found: Found) -> Chunks:
+    def _read(self, keys: list[bytes], found: LookupResult) -> Chunks:
         """The chunks that verify, as stored."""
         lengths = found.lengths.tolist()
         memory = pages(sum(map(round_up, lengths)))

@@ -30,7 +30,7 @@ _FIELDS: Final = np.dtype([("digest", "<u8", 2), ("mask", "<u8"), ("page", "<u4"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LookupResult:
     """A look-up's answer as parallel columns; `segments[i]` is -1 where the key is absent.
 
     Lengths and digests are those of what lies there, which may be `packed`.
@@ -43,9 +43,9 @@ class Found:
     digests: NDArray[np.uint64]
     packed: NDArray[np.bool_]
 
-    def part(self, rows: slice | NDArray[np.int64] | NDArray[np.bool_]) -> Found:
+    def part(self, rows: slice | NDArray[np.int64] | NDArray[np.bool_]) -> LookupResult:
         """Some of the rows, in the order of `rows` where these are numbers."""
-        return Found(
+        return LookupResult(
             self.segments[rows],
             self.offsets[rows],
             self.lengths[rows],
@@ -54,9 +54,9 @@ class Found:
             self.packed[rows],
         )
 
-    def and_then(self, other: Found) -> Found:
+    def and_then(self, other: LookupResult) -> LookupResult:
         """These rows, and those of another one."""
-        return Found(
+        return LookupResult(
             np.concatenate((self.segments, other.segments)),
             np.concatenate((self.offsets, other.offsets)),
             np.concatenate((self.lengths, other.lengths)),
@@ -66,11 +66,11 @@ class Found:
         )
 
 
-def _found(segments: NDArray[np.int64], fields: NDArray[np.void]) -> Found:
+def _found(segments: NDArray[np.int64], fields: NDArray[np.void]) -> LookupResult:
     offsets = fields["page"].astype(np.int64) * PAGE_BYTES
     packed = (fields["length"] & _PACKED) != 0
     lengths = (fields["length"] & ~_PACKED).astype(np.int64)
-    return Found(segments, offsets, lengths, fields["mask"].copy(), fields["digest"].copy(), packed)
+    return LookupResult(segments, offsets, lengths, fields["mask"].copy(), fields["digest"].copy(), packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Index:
         masks: NDArray[np.uint64] = self._find(keys)[1]["mask"].copy()
         return masks
 
-    def find(self, keys: list[bytes]) -> Found:
+    def find(self, keys: list[bytes]) -> LookupResult:
         """Where each key's newest record lies."""
         return _found(*self._find(keys))
 
@@ -144,7 +144,7 @@ class Index:
         with self._lock:
             self._rows.mark(keys)
 
-    def hits(self, segment: int) -> tuple[list[bytes], Found]:
+    def hits(self, segment: int) -> tuple[list[bytes], LookupResult]:
         """The chunks of a segment that were hit since they were written, in the order of writing."""
         keys: list[bytes] = []
         fields = bytearray()

@@ -17,7 +17,7 @@ from stowage.errors import DirectoryError
 from stowage.native.memory import pages
 from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.directory import Directory
-from stowage.storage.disk.index import Found
+from stowage.storage.disk.index import LookupResult
 from stowage.storage.disk.private_directory import LOCK_NAME
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX, plan_runs
 from stowage.storage.disk.reader import Reader, Result
@@ -71,7 +71,7 @@ class Inspector:
         records = segment.select(entries, header.namespace, guard.method)
         reader = Reader(self._directory, header.namespace)
         segments = np.zeros(len(records), np.int64)
-        found = Found(segments, records.offsets, records.lengths, records.masks, records.digests, records.packed)
+        found = LookupResult(segments, records.offsets, records.lengths, records.masks, records.digests, records.packed)
         for part in _windows(records.lengths):
             lengths = records.lengths[part].tolist()
             if lengths[0] > CHUNK_BYTES_MAX:

@@ -18,7 +18,7 @@ import numpy as np
 
 from stowage.core.geometry import PAGE_BYTES, IntArray, round_up
 from stowage.storage.disk.files import CALL_BYTES_MAX
-from stowage.storage.disk.index import Found
+from stowage.storage.disk.index import LookupResult
 from stowage.storage.format.batch import Digests
 from stowage.storage.format.protection import Guard
 from stowage.storage.format.segment import SegmentName
@@ -103,7 +103,7 @@ class Plan:
     """
 
     def __init__(
-        self, positions: IntArray, found: Found, opened: Mapping[int, tuple[SegmentName, Guard]], readers: int
+        self, positions: IntArray, found: LookupResult, opened: Mapping[int, tuple[SegmentName, Guard]], readers: int
     ) -> None:
         order = np.lexsort((found.offsets, found.segments))
         self.positions = positions[order]
@@ -132,7 +132,7 @@ class Plan:
         """Chunks not taken yet."""
         return len(self._offsets) - self._at
 
-    def rest(self) -> tuple[IntArray, Found, Mapping[int, tuple[SegmentName, Guard]]]:
+    def rest(self) -> tuple[IntArray, LookupResult, Mapping[int, tuple[SegmentName, Guard]]]:
         """The inputs of a plan for the chunks not taken yet."""
         left = slice(self._at, None)
         return self.positions[left], self._found.part(left), self._opened
@@ -192,7 +192,7 @@ class Plan:
         )
 
 
-def make_plan(positions: IntArray, found: Found, opened: Opened, readers: int, rest: Plan | None = None) -> Plan:
+def make_plan(positions: IntArray, found: LookupResult, opened: Opened, readers: int, rest: Plan | None = None) -> Plan:
     """A plan of chunks that were found, and of the rest of another plan. Leaves out chunks of segments that are not in
     `opened`: they are gone.
     """
@@ -212,7 +212,7 @@ def make_plan(positions: IntArray, found: Found, opened: Opened, readers: int, r
     return Plan(positions, found, known, readers)
 
 
-def plan_runs(keys: Sequence[bytes], buffers: Sequence[memoryview], found: Found, opened: Opened) -> list[Run]:
+def plan_runs(keys: Sequence[bytes], buffers: Sequence[memoryview], found: LookupResult, opened: Opened) -> list[Run]:
     """Runs for one reader, in disk order, of the found chunks whose length is that of their buffers."""
     lengths = np.fromiter((buffer.nbytes for buffer in buffers), np.int64, len(buffers))
     here = np.flatnonzero((found.segments >= 0) & (found.lengths == lengths))

@@ -42,7 +42,7 @@ MEDIUM: Final = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODAT
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class BadChunk:
     """A chunk that cannot be used, by its offset. `unreadable`: the disk refused it; else its bytes are wrong."""
 
     segment: str
@@ -80,7 +80,7 @@ class Report:
     empty_segments: int = 0
     removed_segments: int = 0
     errors: list[str] = field(default_factory=list)
-    listed: list[Bad] = field(default_factory=list)
+    listed: list[BadChunk] = field(default_factory=list)
     """The bad chunks, the first thousand of them."""
 
     @property
@@ -232,7 +232,7 @@ class _Scrub:
                 report.bad += 1
                 report.unreadable += result is Result.FAILED
                 if len(report.listed) < LISTED_MAX:
-                    report.listed.append(Bad(str(name), offset, length, result is Result.FAILED))
+                    report.listed.append(BadChunk(str(name), offset, length, result is Result.FAILED))
         return bad
 
     # Removing

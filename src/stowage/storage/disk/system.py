@@ -32,7 +32,7 @@ AHEAD_MIN: Final = 16
 """Fewer items are not worth threads."""
 
 
-class Ahead(Protocol):
+class ParallelMap(Protocol):
     """Does something for each of many items; yields what came out, in order."""
 
     def __call__(self, work: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]: ...
@@ -124,7 +124,7 @@ class System:
     sleep: Callable[[float], None] = time.sleep
     random_bytes: Callable[[int], bytes] = os.urandom
     worker_pool: Callable[[str, Sequence[Turn]], WorkerPool] = ThreadWorkerPool
-    ahead: Ahead = some_at_once
+    ahead: ParallelMap = some_at_once
     job_runner: Callable[[], JobRunner] = ParallelJobs
     worth_a_thread_bytes: int = 1 << 20
     """Packing less takes no longer than giving it to another thread."""

@@ -72,7 +72,7 @@ class ReplyBounds:
         self._left.append(length)
 
 
-class Scanned:
+class CheckedStream:
     """A stream to read from, whose bytes are held against `ReplyBounds` as they come."""
 
     def __init__(self, stream: Any) -> None:
@@ -104,6 +104,6 @@ def bounded(parser: type[Any]) -> type[Any]:
 
         def on_connect(self, connection: Any) -> None:
             super().on_connect(connection)
-            self._stream = Scanned(self._stream)
+            self._stream = CheckedStream(self._stream)
 
     return Bounded

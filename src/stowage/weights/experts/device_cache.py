@@ -38,7 +38,7 @@ _LIKELY: Final = 0.5
 such copies is needed. It evicts no expert that is expected back sooner."""
 
 
-class Seated:
+class LayerExperts:
     """The experts of one layer: ``module``, its stacked ``parameters``, and their ``locations``."""
 
     def __init__(
@@ -94,7 +94,7 @@ class DeviceExperts(ExpertTable):
 
     def __init__(
         self,
-        layers: Sequence[Seated],
+        layers: Sequence[LayerExperts],
         cache_bytes: int,
         readers: Readers,
         timeout_s: float,
@@ -209,12 +209,14 @@ class DeviceExperts(ExpertTable):
                 self._evict(frame)
             raise
 
-    def _pairs(self, brought: Seated, experts: Sequence[int], frames: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(
+        self, brought: LayerExperts, experts: Sequence[int], frames: Sequence[int]
+    ) -> list[tuple[Tensor, Tensor]]:
         hosts = [location.host for location in brought.locations if location.host is not None]
         stacks = list(zip(self._there, hosts, strict=True))
         return [(there[f], here[e]) for e, f in zip(experts, frames, strict=True) for there, here in stacks]
 
-    def _from_disk(self, brought: Seated, experts: Sequence[int], frames: Sequence[int]) -> None:
+    def _from_disk(self, brought: LayerExperts, experts: Sequence[int], frames: Sequence[int]) -> None:
         """Copy experts through the staging buffers: the next ones are read while one is copied to the device."""
         reading: deque[tuple[_Stage, int]] = deque()
         for turn, (expert, frame) in enumerate(zip(experts, frames, strict=True)):
@@ -232,7 +234,7 @@ class DeviceExperts(ExpertTable):
         while reading:
             self._send(brought, *reading.popleft())
 
-    def _parts(self, brought: Seated, stage: _Stage) -> list[memoryview]:
+    def _parts(self, brought: LayerExperts, stage: _Stage) -> list[memoryview]:
         """The memory of each parameter of an expert in ``stage``."""
         parts, begin = [], 0
         for location in brought.locations:
@@ -240,7 +242,7 @@ class DeviceExperts(ExpertTable):
             begin += round_up(parts[-1].nbytes, ALIGNMENT_BYTES)
         return parts
 
-    def _send(self, brought: Seated, stage: _Stage, frame: int) -> None:
+    def _send(self, brought: LayerExperts, stage: _Stage, frame: int) -> None:
         """Wait until the expert in ``stage`` is read, and copy it into ``frame``."""
         assert stage.filling is not None
         self._finish(stage.filling)

@@ -20,7 +20,7 @@ here 21, 40 and 70 %."""
 _SHARE_LEAST: Final = 1e-4
 
 
-class Uses:
+class ExpertUsage:
     """For at most ``experts`` in each of ``units``, which are computed in this order, again and again."""
 
     def __init__(self, units: int, experts: int) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.errors import ModelError
-from stowage.weights.experts.eviction import Uses
+from stowage.weights.experts.eviction import ExpertUsage
 from stowage.weights.reader import Read, Readers, Stall, Ticket
 
 
@@ -37,7 +37,7 @@ class ExpertTable(ABC):
         self._holder: tuple[int, int] | None = None
         self._changing = False
         """Whether the tables are being changed; still set after an interrupt in between."""
-        self._uses = Uses(len(experts), max(experts))
+        self._uses = ExpertUsage(len(experts), max(experts))
         self.hits = self.misses = self.read_bytes = 0
 
     @property

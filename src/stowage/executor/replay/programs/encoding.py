@@ -57,7 +57,7 @@ class UnsupportedCall(Exception):
     """The kernels cannot make this call."""
 
 
-class Side(NamedTuple):
+class Operand(NamedTuple):
     """An operand: address, type and strides."""
 
     address: Address
@@ -71,15 +71,15 @@ def check(good: bool) -> None:
         raise UnsupportedCall
 
 
-def read(buffers: Buffers, tensor: Any, shape: Sequence[int]) -> Side:
+def read(buffers: Buffers, tensor: Any, shape: Sequence[int]) -> Operand:
     """A tensor as an operand, broadcast to ``shape``."""
     check(buffers.is_ours(tensor))
-    return Side(buffers.address_of(tensor), tensor.dtype, tensor.expand(shape).stride())
+    return Operand(buffers.address_of(tensor), tensor.dtype, tensor.expand(shape).stride())
 
 
-def new(buffers: Buffers, tensor: Tensor) -> Side:
+def new(buffers: Buffers, tensor: Tensor) -> Operand:
     """A new result of a program as an operand."""
-    return Side(buffers.made(tensor), tensor.dtype, tensor.stride())
+    return Operand(buffers.made(tensor), tensor.dtype, tensor.stride())
 
 
 def whole(shape: Sequence[int]) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ def folded(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list
     return sizes, steps
 
 
-def pointwise(shape: Sequence[int], way: int, out: Side, *sides: Side) -> Operation:
+def pointwise(shape: Sequence[int], way: int, out: Operand, *sides: Operand) -> Operation:
     """``out`` by the elementwise function ``way`` of one or two operands."""
     every = (out, *sides)
     sizes, steps = folded(shape, [side.strides for side in every])

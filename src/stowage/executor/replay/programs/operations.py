@@ -40,8 +40,8 @@ from stowage.executor.replay.programs.encoding import (
     ROTATE,
     STACKED,
     SUBTRACT,
+    Operand,
     Operation,
-    Side,
     UnsupportedCall,
     bits,
     check,
@@ -186,7 +186,7 @@ def _looked_up(buffers: Buffers, function: Any, args: list[Any], out: Tensor) ->
     if key not in buffers.tables:
         every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
         buffers.tables[key] = function(every, *more)
-    table = Side(buffers.address_of(buffers.tables[key]), torch.bfloat16, (0,) * x.dim())
+    table = Operand(buffers.address_of(buffers.tables[key]), torch.bfloat16, (0,) * x.dim())
     return pointwise(out.shape, LOOK_UP, new(buffers, out), read(buffers, x, out.shape), table)
 
 
@@ -225,13 +225,13 @@ def _linear(buffers: Buffers, function: Any, args: list[Any], found: Any) -> lis
     begin, row, done = *_rows(buffers, x), []
     if row is None or (matrices[0].form and row != inputs):
         begin, row = buffers.temporary(x.numel() * x.element_size()), inputs
-        copy = Side(begin, x.dtype, whole(x.shape))
+        copy = Operand(begin, x.dtype, whole(x.shape))
         done = [pointwise(x.shape, COPY, copy, read(buffers, x, x.shape))]
     ends = [buffers.made(out) for out in outs] if bias is None else [buffers.temporary(rows * matrices[0].outputs * 4)]
     common = begin, rows, inputs, row, group, form, int(halves and bias is None)
     done.append(Operation((LINEAR, *_layers(buffers, common, matrices, ends))))
     if bias is not None:
-        sums, out = Side(ends[0], torch.float32, whole(outs[0].shape)), new(buffers, outs[0])
+        sums, out = Operand(ends[0], torch.float32, whole(outs[0].shape)), new(buffers, outs[0])
         done.append(pointwise(outs[0].shape, ADD, out, sums, read(buffers, bias, outs[0].shape)))
     return done
 
@@ -284,7 +284,7 @@ def _stacked(buffers: Buffers, function: Any, args: list[Any], out: Tensor) -> l
     done = [Operation(tuple(words))]
     for number, end in enumerate(ends if interleaved else ()):
         there = out[:, number :: len(ends)]
-        done.append(pointwise(there.shape, COPY, new(buffers, there), Side(end, out.dtype, whole(there.shape))))
+        done.append(pointwise(there.shape, COPY, new(buffers, there), Operand(end, out.dtype, whole(there.shape))))
     if module.has_bias:
         done += _plus_rows(buffers, getattr(module, f"{own}_bias"), chosen, out)
     return done
@@ -296,7 +296,7 @@ def _plus_rows(buffers: Buffers, table: Tensor, chosen: Tensor, out: Tensor) -> 
     nbytes = out.shape[1] * out.element_size()
     picked = buffers.temporary(len(chosen) * nbytes)
     words = (picked, buffers.address_of(table), buffers.address_of(chosen), len(chosen), len(table))
-    rows = Side(picked, out.dtype, whole(out.shape))
+    rows = Operand(picked, out.dtype, whole(out.shape))
     picks = Operation((LOOK_UP_ROWS, *words, nbytes, nbytes, 0, 0, 1))
     return [picks, pointwise(out.shape, ADD, new(buffers, out), new(buffers, out), rows)]
 
@@ -327,7 +327,7 @@ def _added(buffers: Buffers, x: Tensor, out: Tensor) -> list[Operation]:
     float32, whatever vectors and threads it uses.
     """
     check(buffers.is_ours(x) and x.dim() == 3 and x.dtype is out.dtype and x.shape[1] <= _IN_ORDER)
-    sums = Side(buffers.temporary(out.numel() * 4), torch.float32, whole(out.shape))
+    sums = Operand(buffers.temporary(out.numel() * 4), torch.float32, whole(out.shape))
     done, before = [], read(buffers, torch.zeros(()), out.shape)
     for at in range(x.shape[1]):
         to = sums if at < x.shape[1] - 1 else new(buffers, out)

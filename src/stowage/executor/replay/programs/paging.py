@@ -32,8 +32,8 @@ from stowage.executor.replay.programs.encoding import (
     NOWHERE,
     PUT,
     STACKED,
+    Operand,
     Operation,
-    Side,
     UnsupportedCall,
     bits,
     check,
@@ -216,7 +216,7 @@ class Paging:
         return [*done, *more, *self._attended(begin, width, group.pool.views[layer], reads, new(self.buffers, out))]
 
     def _attended(
-        self, query: Address, width: int, views: Sequence[Tensor], reads: _Reads, out: Side
+        self, query: Address, width: int, views: Sequence[Tensor], reads: _Reads, out: Operand
     ) -> list[Operation]:
         """The attention of queries of ``width`` into ``out``, which is contiguous."""
         keys, values = views
@@ -250,10 +250,10 @@ class Paging:
         for token, rows in enumerate(query[..., :nope]):
             given = self.buffers.address_of(rows), rows.stride(0)
             done.append(self._per_head(given, for_queries, there[0], (_after(seen, token * heads * wide * size), wide)))
-        turned, place = query[..., nope:], Side(_after(seen, rank * size), query.dtype, (heads * wide, wide, 1))
+        turned, place = query[..., nope:], Operand(_after(seen, rank * size), query.dtype, (heads * wide, wide, 1))
         done.append(pointwise(turned.shape, COPY, place, read(self.buffers, turned, turned.shape)))
         view = reads.group.pool.views[reads.layer][0]
-        to = Side(mixed, query.dtype, whole((tokens, heads, rank)))
+        to = Operand(mixed, query.dtype, whole((tokens, heads, rank)))
         done += self._attended(seen, wide, (view, view[..., :rank]), reads, to)
         for token, rows in enumerate(out):
             begin, end = _after(mixed, token * heads * rank * size), self.buffers.made(out)
@@ -280,14 +280,14 @@ class Paging:
         if tensor.is_contiguous():
             return self.buffers.address_of(tensor), []
         address = self.buffers.temporary(tensor.numel() * tensor.element_size())
-        copy = Side(address, tensor.dtype, whole(tensor.shape))
+        copy = Operand(address, tensor.dtype, whole(tensor.shape))
         return address, [pointwise(tensor.shape, COPY, copy, read(self.buffers, tensor, tensor.shape))]
 
     def _sinks(self, sinks: Any) -> tuple[tuple[int | Address, ...], list[Operation]]:
         if sinks is None:
             return NOWHERE, []
         address = self.buffers.temporary(sinks.numel() * 4)
-        wide = Side(address, torch.float32, whole(sinks.shape))
+        wide = Operand(address, torch.float32, whole(sinks.shape))
         return (address,), [pointwise(sinks.shape, COPY, wide, read(self.buffers, sinks, sinks.shape))]
 
     def _offloaded_of(self, pool: BlockPool, layer: int) -> tuple[Address, ...]:
