@@ -23,7 +23,7 @@ EXTRA_OF = {
 """The extra of each module that the package alone does not bring."""
 
 
-def need(extra: str, what: str) -> None:
+def require(extra: str, what: str) -> None:
     """Raise ConfigError with pip's command if a module of ``extra`` cannot be found; ``what`` needs it.
 
     Nothing is imported to find out.

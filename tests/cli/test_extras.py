@@ -10,7 +10,7 @@ import pytest
 
 import stowage
 from stowage.errors import ConfigError
-from stowage.extras import EXTRA_OF, absent, need
+from stowage.extras import EXTRA_OF, absent, require
 
 _ALONE = f"""
 import sys
@@ -73,4 +73,4 @@ def test_only_a_missing_package_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("stowage.extras.find_spec", lambda name: None)
     assert "stowage[engine]" in str(absent(ModuleNotFoundError("", name="torch.nn")))
     with pytest.raises(ConfigError, match=r"Keys needs cryptography. Way out: pip install 'stowage\[encryption\]'"):
-        need("encryption", "Keys")
+        require("encryption", "Keys")

@@ -9,7 +9,7 @@ import pytest
 from stowage.engine.engine import Engine
 from stowage.errors import RequestError
 from stowage.server.tools.formats import FORMATS
-from stowage.server.tools.grammar import enforced
+from stowage.server.tools.grammar import enforced_grammar
 from stowage.server.tools.request_tools import Tool, checked_tools
 
 TRIP = {
@@ -49,7 +49,7 @@ def test_arguments_between_tags_are_enforced(name: str, schema: dict[str, Any], 
     form = FORMATS[name]
     assert form.tags is not None
     tools = checked_tools((Tool("trip", "", schema, strict=False, where="tools[0]"),), "required", "", parallel=True)
-    wanted = enforced(form, tools, None, engine.grammars, None)
+    wanted = enforced_grammar(form, tools, None, engine.grammars, None)
     assert wanted is not None
 
     def call(**values: str) -> str:
@@ -79,7 +79,7 @@ def test_arguments_that_other_parts_of_a_schema_name(engine: Engine) -> None:
     more = {"properties": {"nights": {"type": "integer"}}, "required": ["nights"]}
     schema = {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"], "allOf": [more]}
     tools = checked_tools((Tool("trip", "", schema, strict=False, where="tools[0]"),), "required", "", parallel=True)
-    wanted = enforced(FORMATS["hermes"], tools, None, engine.grammars, None)
+    wanted = enforced_grammar(FORMATS["hermes"], tools, None, engine.grammars, None)
     assert wanted is not None
     call = '<tool_call>\n{"name": "trip", "arguments": {"nights": 2, "to": "Rome"}}\n</tool_call>'
     state = engine.grammars.begin(wanted)

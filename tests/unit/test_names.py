@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stowage import Memory
-from stowage.config.names import elsewhere
+from stowage.config.names import advice_for
 from stowage.config.settings import SETTINGS, load_settings
 from stowage.errors import ConfigError
 
@@ -30,7 +30,7 @@ def test_names_of_other_programs_are_answered(tmp_path: Path) -> None:
 
 
 def test_no_setting_is_taken_for_another_program_s() -> None:
-    assert [name for name in SETTINGS if elsewhere(name) and name not in ("host", "port")] == []
+    assert [name for name in SETTINGS if advice_for(name) and name not in ("host", "port")] == []
 
 
 def test_a_setting_has_one_name() -> None:

@@ -35,7 +35,7 @@ from stowage.cache.keymap import After, all_true, all_zero, present_slots
 from stowage.cache.ledger import Ledger
 from stowage.cache.policy import LRU, MakePolicy
 from stowage.cache.slot_sizes import Sizes
-from stowage.cache.slot_states import State, gains
+from stowage.cache.slot_states import State, adds_blocks
 from stowage.cache.spill_queue import SpillQueue
 from stowage.core.geometry import BoolArray, Geometry, IntArray, MaskArray, SlabClass
 
@@ -290,11 +290,11 @@ class Flow:
         if self.ledger.are_still(slots, keys):
             if all_zero(held):
                 return slots, keys
-            wanted = gains(self.ledger.masks(slots), held)
+            wanted = adds_blocks(self.ledger.masks(slots), held)
         else:
             current = self.ledger.find(keys)
             queue.dropped += int(np.count_nonzero(current < 0))
-            wanted = (current == slots) & gains(self.ledger.masks(slots), held)
+            wanted = (current == slots) & adds_blocks(self.ledger.masks(slots), held)
         return slots[wanted], list(compress(keys, wanted.tolist()))
 
     # What happened

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from stowage.cache.keymap import ABSENT, After, KeyMap, all_true
 from stowage.cache.policy import LRU, MakePolicy
-from stowage.cache.slot_states import FILLING, FREE, IN_FLIGHT, ONLY_READY, PRIVATE, READY, RESERVED, STALE, gains
+from stowage.cache.slot_states import FILLING, FREE, IN_FLIGHT, ONLY_READY, PRIVATE, READY, RESERVED, STALE, adds_blocks
 from stowage.core.geometry import BoolArray, IntArray, MaskArray
 
 _NONE: IntArray = np.empty(0, np.int64)
@@ -311,7 +311,7 @@ class Ledger:
         held = self._masks.take(known)
         ready = known[held != 0]
         self._insert(ready[self._pins.take(ready) == 0])
-        wanted: BoolArray = gains(masks, held) & ((known < 0) | (held != 0))
+        wanted: BoolArray = adds_blocks(masks, held) & ((known < 0) | (held != 0))
         if self._map.replacements:
             wanted &= self._map.find_replacements(keys) < 0
         return wanted

@@ -26,7 +26,7 @@ ONLY_READY = bytes((State.READY,))
 IN_FLIGHT = bytes((State.RESERVED, State.FILLING))
 
 
-def gains(masks: MaskArray, held: MaskArray) -> BoolArray:
+def adds_blocks(masks: MaskArray, held: MaskArray) -> BoolArray:
     """Which chunks are worth storing over what is held already: those whose valid blocks are a strict superset."""
     more: BoolArray = ((masks & ~held) != 0) & ((held & ~masks) == 0)
     return more

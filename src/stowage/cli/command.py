@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from stowage.config.names import elsewhere
+from stowage.config.names import advice_for
 from stowage.errors import ConfigError
 
 _LAST = ("json", "config", "debug", "help")
@@ -60,7 +60,7 @@ def _read(args: Sequence[str], params: Sequence[Any]) -> list[str]:
             model = [value or behind]
             at += not equals
         else:
-            if answer := elsewhere(flag.lstrip("-").replace("-", "_")):
+            if answer := advice_for(flag.lstrip("-").replace("-", "_")):
                 raise ConfigError(f"There is no {flag} here. {answer}.")
             done.append(args[at])
         at += 1

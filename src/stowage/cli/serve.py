@@ -13,7 +13,7 @@ from stowage.cli.output import complain, note, print_json, quiet_libraries
 from stowage.cli.run import import_quickly, open_engine
 from stowage.config.settings import SERVER_GROUP, Settings
 from stowage.errors import ConfigError
-from stowage.extras import need
+from stowage.extras import require
 from stowage.models.files import check_given
 from stowage.models.pooling import is_embedding_model
 
@@ -51,7 +51,7 @@ def serve(
 
     A checkpoint of sentence-transformers is served at /v1/embeddings.
     """
-    need("server", "The server")
+    require("server", "The server")
     settings.memory()  # what is wrong is told before the model is loaded
     from stowage.server import auth, listen
     from stowage.server.limits import Limits

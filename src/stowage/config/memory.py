@@ -22,7 +22,7 @@ from pathlib import Path
 
 from stowage.config import arguments
 from stowage.config.addresses import parse_object, parse_valkey, shown
-from stowage.config.names import answering
+from stowage.config.names import refuses_other_names
 from stowage.config.wording import shown_value, unknown_name
 from stowage.errors import ConfigError
 
@@ -169,7 +169,7 @@ def ram_total_bytes() -> int:
     return total_bytes
 
 
-@answering
+@refuses_other_names
 @dataclass(frozen=True, slots=True)
 class Memory:
     """The memory budgets of one engine. Sizes are bytes, or text for ``parse_size``; percentages are of RAM.

@@ -77,14 +77,14 @@ _ELSEWHERE: Mapping[str, str] = {
 _Made = TypeVar("_Made")
 
 
-def elsewhere(name: str) -> str:
+def advice_for(name: str) -> str:
     """A sentence without its period: what to use instead of a name that other programs have; empty for one that is not
     known here.
     """
     return _ELSEWHERE.get(name, "")
 
 
-def answering(made: type[_Made]) -> type[_Made]:
+def refuses_other_names(made: type[_Made]) -> type[_Made]:
     """Let a dataclass refuse other programs' names with those that it has. Raises ConfigError where it is made."""
     make = made.__init__
     own = {item.name for item in fields(made)}  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def answering(made: type[_Made]) -> type[_Made]:
     @functools.wraps(make)
     def init(self: Any, *args: Any, **given: Any) -> None:
         for name in given.keys() - own:
-            if answer := elsewhere(name):
+            if answer := advice_for(name):
                 raise ConfigError(f"{made.__name__} has no {name}. {answer}.")
         make(self, *args, **given)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from stowage.config.addresses import PASSWORD_VARIABLE, shown
 from stowage.config.memory import AUTO, COMPRESSIONS, POLICIES, SIZE_FIX, Memory, parse_tokens
-from stowage.config.names import elsewhere
+from stowage.config.names import advice_for
 from stowage.config.spelling import ENVIRONMENT_PREFIX, flag_of, spelled, variable_of
 from stowage.config.wording import shown_value, unknown_name
 from stowage.errors import ConfigError
@@ -383,7 +383,7 @@ def _read_all(raw: Mapping[str, Any], source: str, spelled: Callable[[str], str]
     read: dict[str, Value] = {}
     where = f" in {source}" if source not in ("flag", "environment") else ""
     for name, value in raw.items():
-        if name not in SETTINGS and (answer := elsewhere(name)):
+        if name not in SETTINGS and (answer := advice_for(name)):
             raise ConfigError(f"{spelled(name)}{where} is no setting. {answer}.")
         if name not in SETTINGS:
             raise ConfigError(unknown_name(f"The setting {name!r} in {source}", name, SETTINGS))

@@ -23,7 +23,7 @@ def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> Mo
     A snapshot is of use where every other group has whole chunks.
     """
     config = model.config
-    layers = look(model)
+    layers = cache_layers_of(model)
     refuse_small_windows(layers)
     paged = (chunk_of(layer, block_tokens, chunk_blocks) for layer in layers if layer.kind is not Kind.RECURRENT)
     grid = math.lcm(block_tokens[Kind.RECURRENT], *(size * count for size, count in paged))
@@ -44,7 +44,7 @@ def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> Mo
 
 
 @torch.inference_mode()
-def look(model: Any) -> list[Layer]:
+def cache_layers_of(model: Any) -> list[Layer]:
     """What its cache keeps, after enough tokens that every layer holds all that it ever does."""
     cache = keeper_of(model).fresh(model.config)
     rates = [layer.compress_rate for layer in cache.layers if hasattr(layer, "compress_rate")]

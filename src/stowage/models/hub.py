@@ -173,7 +173,7 @@ def _names(repository: str) -> list[str]:
         return _gguf_in(directory) if directory else []
 
 
-def here(name: str, revision: str | None = None) -> Path | None:
+def local_path(name: str, revision: str | None = None) -> Path | None:
     """The directory or file that ``name`` is, or where what was downloaded of a repository of that name lies; None:
     it is neither. The hub is not asked.
     """

@@ -31,7 +31,7 @@ from stowage.models.multimodal import TextPart, as_plain, class_of, load_with, t
 from stowage.models.published.method import method_of
 from stowage.weights.checkpoint import Span
 from stowage.weights.gguf import splits_of
-from stowage.weights.loading import Budget, adopt
+from stowage.weights.loading import Budget, offload_loaded
 from stowage.weights.loading import load as load_within
 from stowage.weights.lossless.readable import readable
 from stowage.weights.mapped_files import MappedFiles
@@ -265,7 +265,7 @@ def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | Non
                 f"the model lies on {model.device} as a whole: to place its weights under a budget give its "
                 "checkpoint's directory instead of the model."
             )
-        source = adopt(model.eval(), budget(model.config))
+        source = offload_loaded(model.eval(), budget(model.config))
         _name(source, name, model)
     return Loaded(model.eval(), tokenizer, name, kind, source, placeholders=part.placeholders, renamed=part.renamed)
 

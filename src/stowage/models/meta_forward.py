@@ -111,6 +111,6 @@ def describe(config: Any, dtype: torch.dtype) -> Described:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         if config.model_type in ALONE:
-            return Described(model, tuple(fallback_layout.look(model)), ())
-        seen = probing.glance(model)
+            return Described(model, tuple(fallback_layout.cache_layers_of(model)), ())
+        seen = probing.probe_once(model)
     return Described(model, tuple(paged_layout.layers_read(config, seen)), tuple(seen.reads))

@@ -230,7 +230,7 @@ def _look(model: Any, key: str) -> Probe:
 
 
 @torch.inference_mode()
-def glance(model: Any) -> Probe:
+def probe_once(model: Any) -> Probe:
     """One forward of ``model``, which may be without values (``meta_forward``): no answer is compared."""
     with refusing(model.config), recorded(model):
         return _forwards(model, (PROBE_TOKENS,))

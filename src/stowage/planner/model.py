@@ -73,7 +73,7 @@ def _own_head(part: TextPart, files: list[Path], dtype: str) -> bool:
 
     from stowage.models.published.checkpoint import meta_model
     from stowage.weights.checkpoint import Checkpoint
-    from stowage.weights.tied import settle
+    from stowage.weights.tied import resolve_tied
 
     try:
         model = meta_model(part, getattr(torch, dtype))
@@ -81,7 +81,7 @@ def _own_head(part: TextPart, files: list[Path], dtype: str) -> bool:
         return False
     checkpoint = Checkpoint(files)
     try:
-        settle(model, checkpoint)
+        resolve_tied(model, checkpoint)
     finally:
         checkpoint.close()
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())

@@ -39,7 +39,7 @@ from stowage.server.embedding import refuse as refuse_embeddings
 from stowage.server.limits import Limits
 from stowage.server.memory import Reservation, bytes_asked, bytes_encoded, entries
 from stowage.server.metrics import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ServerMetrics, tasks
-from stowage.server.middleware import CONTEXT, PAGE, STATE, RequestContext, wrapped
+from stowage.server.middleware import CONTEXT, PAGE, STATE, RequestContext, with_middleware
 from stowage.server.monitor import Monitor
 from stowage.server.request_history import RequestHistory
 from stowage.server.stream import DONE, EventStream, encoded, send_json, while_connected, with_keep_alive
@@ -82,7 +82,7 @@ def build(
         engine_reopened=("times the engine was opened again after a failure", lambda: async_engine.supervisor.reopened),
         server_tasks=("tasks of the server's event loop", tasks(asyncio.get_running_loop())),
     )
-    return wrapped(routes, keys, metrics, async_engine.served.allowed_origins, host)
+    return with_middleware(routes, keys, metrics, async_engine.served.allowed_origins, host)
 
 
 class Plain:

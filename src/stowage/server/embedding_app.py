@@ -19,7 +19,7 @@ from stowage.server.embedding import EMBEDDINGS, Embedding, described
 from stowage.server.limits import Limits
 from stowage.server.memory import RequestMemory
 from stowage.server.metrics import GENERATION, ServerMetrics
-from stowage.server.middleware import wrapped
+from stowage.server.middleware import with_middleware
 from stowage.server.served_model import ServedEmbedder
 
 _MODEL: Final = "/v1/models/{model:path}"
@@ -64,4 +64,4 @@ def build(
     routes = [Route(path, found) for path, found in plain.items()]
     routes += [Route(path, generate, methods=["POST"]) for path in GENERATION]
     routes.append(Route(EMBEDDINGS, making, methods=["POST"]))
-    return wrapped(routes, keys, metrics, origins, host)
+    return with_middleware(routes, keys, metrics, origins, host)

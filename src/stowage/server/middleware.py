@@ -67,7 +67,7 @@ class RequestContext:
         return time.monotonic() - self.began_s
 
 
-def wrapped(
+def with_middleware(
     routes: Sequence[Route], keys: ApiKeys, metrics: ServerMetrics, origins: Sequence[str], host: str | None
 ) -> ASGIApp:
     """The application of ``routes``. ``origins``: of web pages that may call it. ``host``: the name that the server

@@ -70,7 +70,7 @@ def divide(model: Any) -> list[Unit]:
     return [unit for unit in units if unit.parameters]
 
 
-def arranged(units: list[Unit], names: Collection[str]) -> list[Unit]:
+def with_experts_apart(units: list[Unit], names: Collection[str]) -> list[Unit]:
     """``units``, with those experts whose unit is in ``names`` apart, each behind its layer's unit."""
     found = []
     for unit in units:
@@ -106,7 +106,7 @@ def _units(name: str, module: nn.Module) -> Iterator[Unit]:
 
 
 def _unit(name: str, module: nn.Module) -> Unit:
-    unit = Unit(name, module, rows=isinstance(module, nn.Embedding) and looks_up(module))
+    unit = Unit(name, module, rows=isinstance(module, nn.Embedding) and is_plain_lookup(module))
     for own, parameter in module.named_parameters():
         if parameter.numel() * parameter.element_size() > SMALL_BYTES:
             unit.parameters[f"{name}.{own}"] = parameter
@@ -148,7 +148,7 @@ def renumbers(module: nn.Module) -> bool:
     return own and implementation in ("grouped_mm", "batched_mm")
 
 
-def looks_up(module: nn.Embedding) -> bool:
+def is_plain_lookup(module: nn.Embedding) -> bool:
     """Whether an embedding's forward only looks up the rows of its ids, so that a table of these rows is enough. A
     subclass may scale the rows. One that changes the ids is found by a trial with a small table.
     """

@@ -18,7 +18,7 @@ from stowage.weights.building import Building
 from stowage.weights.checkpoint import Checkpoint, Segment, Span, read_segments
 from stowage.weights.delivery import HOST, Load
 from stowage.weights.device_prefetcher import Carrier
-from stowage.weights.grouping import Unit, arranged, divide, looks_up, renumbers
+from stowage.weights.grouping import Unit, divide, is_plain_lookup, renumbers, with_experts_apart
 from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.locate import Locator
 from stowage.weights.offloaded_parameter import nan_placeholder
@@ -30,7 +30,7 @@ from stowage.weights.quantized.modules import packed_forms
 from stowage.weights.resident import ResidentMemory
 from stowage.weights.scratch_file import ScratchFile
 from stowage.weights.source import WeightSource
-from stowage.weights.tied import settle
+from stowage.weights.tied import resolve_tied
 from stowage.weights.weight_unit import Delivery, WeightUnit
 
 _MADE_BYTES_MOST = 16 << 20
@@ -94,7 +94,7 @@ class _Loading(Building):
         self.ones: dict[str, nn.Parameter] = {}
 
     def begin(self, root: nn.Module) -> None:
-        pairs = {} if self.segments else settle(root, self.checkpoint)
+        pairs = {} if self.segments else resolve_tied(root, self.checkpoint)
         self.both = pairs | {source: source for source in pairs.values()}
         made = frozenset[str](getattr(root, "made_parameters", ()))
         root.__dict__["made_parameters"] = made.union(_made_in_float32(root, self.checkpoint, self.segments))
@@ -236,7 +236,7 @@ def _tied_tables(model: Any, loads: Sequence[Load]) -> Iterator[Load]:
             load, parameter_name = owners[id(table)]
             location = load.locations[parameter_name]
             delivery = load.delivery
-            if delivery.rings and looks_up(module) and len(location.segments) <= 1:
+            if delivery.rings and is_plain_lookup(module) and len(location.segments) <= 1:
                 delivery = Delivery.ROWS
             path = f"{name}.{kind}"
             yield Load(Unit(name, module, {path: table}, rows=True), delivery, {path: location})
@@ -248,7 +248,7 @@ def _holders(unit: Unit) -> Iterator[tuple[nn.Module, str]]:
             yield module, own
 
 
-def adopt(model: Any, budget: Budget) -> WeightSource:
+def offload_loaded(model: Any, budget: Budget) -> WeightSource:
     """Place the weights of ``model``, which is in memory already: what does not fit is written to the budget's scratch
     file, and its memory is freed. Raises like `load`.
     """
@@ -385,4 +385,4 @@ def _keep_equal_experts(units: list[Unit]) -> None:
 
 def _units_of(units: list[Unit], placement: Placement) -> list[Unit]:
     """``units`` divided as ``placement`` divides them: experts apart from their layer or not."""
-    return arranged(units, {one.name for one in placement.weight_units})
+    return with_experts_apart(units, {one.name for one in placement.weight_units})

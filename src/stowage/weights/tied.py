@@ -12,7 +12,7 @@ from typing import Any
 from stowage.weights.checkpoint import Checkpoint, Segment, same_bytes
 
 
-def settle(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
+def resolve_tied(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
     """Take pairs that differ in ``checkpoint`` from what ``model`` ties. Returns those pairs of which it has both, the
     same: by the name of one that of the other. While ``model`` is loaded, these are tied without a look at them.
     """

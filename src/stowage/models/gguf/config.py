@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stowage.errors import CheckpointError
 from stowage.models.compat import put_among_causal
 from stowage.models.gguf.families import OWN, entries_of, family_of
-from stowage.models.gguf.fields import alike, head_size, layers_of, number, sizeless, unread
+from stowage.models.gguf.fields import head_size, lacks_size, layers_of, number, uniform, unsupported
 from stowage.models.gguf.llama3 import HIGH, scaling_of
 from stowage.models.gguf.refusals import refuse_other_arithmetic, refuse_other_windows
 from stowage.models.gguf.stop_tokens import is_token
@@ -108,7 +108,7 @@ def config_of(file: GgufFile, rope_factors: Mapping[str, NDArray[np.float32]]) -
     family = family_of(file)
     if family is None:
         name = file.architecture[:80] or "(none)"
-        raise unread(
+        raise unsupported(
             file, f"is of the family {name}, which is not read from GGUF (docs/weights.md lists those that are)"
         )
     if (layers := number(file, "block_count")) > len(file.tensors):  # before a list of so many is made
@@ -151,7 +151,7 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
         if isinstance(value, float) and not math.isfinite(value):
             raise CheckpointError(f"{file.paths[0]} says {key} = {value}; download it again.")
         if value is not None and name in known:
-            entries[name] = value if family in OWN else alike(value)
+            entries[name] = value if family in OWN else uniform(value)
         if value == 0.0 and key in _NOT_AT_ALL and name in known:
             entries[name] = _NOT_AT_ALL[key]
     biases = {name.split(".", 2)[-1] for name in file.tensors if name.endswith(".bias")}
@@ -160,7 +160,7 @@ def _entries(file: GgufFile, family: str, config_class: Any) -> dict[str, Any]:
     if (table not in GGUF_CONFIG_MAPPING and "head_dim" in known) or (wide and not _has_latents(file)):
         entries["head_dim"] = head_size(file)  # models ask for it whose configs do not name it, as Qwen3's mixtures
     if number(file, "expert_count") and not number(file, "expert_used_count"):
-        raise sizeless(file, "how many experts a token chooses")
+        raise lacks_size(file, "how many experts a token chooses")
     entries["num_hidden_layers"] = layers_of(file)
     entries |= entries_of(file, family, entries)
     entries |= _partial(file)
@@ -200,7 +200,7 @@ def _rope(
     rope = {"rope_theta": theta, **_scaling(file)}
     if factors and rope["rope_type"] != "default":
         how = f"scales its rotary embeddings in the way {rope['rope_type']!r} and by a list of factors too"
-        raise unread(file, f"{how}, which is not read from GGUF")
+        raise unsupported(file, f"{how}, which is not read from GGUF")
     if "rope_factors_short" in factors or "rope_factors_long" in factors:
         rope |= _longrope(file, family, factors)
     if family == "gemma4_text":
@@ -230,7 +230,7 @@ def _longrope(file: GgufFile, family: str, factors: Mapping[str, NDArray[np.floa
     first = own or (context if family == "minicpm3" else 0)
     if family not in ("minicpm3", "phi3") or len(factors) < 2 or not first:
         how = "scales its rotary embeddings by two lists of factors (longrope)"
-        raise unread(file, f"{how}, which is read from GGUF of phi3 and minicpm3 only")
+        raise unsupported(file, f"{how}, which is read from GGUF of phi3 and minicpm3 only")
     lists = {
         f"{name}_factor": [float(str(one)) for one in factors[f"rope_factors_{name}"]] for name in ("short", "long")
     }
@@ -250,7 +250,7 @@ def _proportional(file: GgufFile, theta: float, factors: NDArray[np.float32] | N
     """
     rotated, size = number(file, "rope.dimension_count"), number(file, "attention.key_length")
     if rotated not in (0, size):
-        raise sizeless(file, "that its heads are rotated as a whole")
+        raise lacks_size(file, "that its heads are rotated as a whole")
     partial = 1.0 if factors is None else float((factors < _STANDING).mean())
     full = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": partial}
     local = file.fields.get("gemma4.rope.freq_base_swa", _LOCAL_THETA)
@@ -271,7 +271,7 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     positive = isinstance(factor, int | float) and factor > 0 and (kind != "yarn" or factor >= 1)
     if kind not in ("linear", "yarn") or not positive or file.architecture in _UNSCALED:
         how = f"scales its rotary embeddings in the way {str(kind)[:40]!r}"
-        raise unread(file, f"{how}, which is not read from GGUF")
+        raise unsupported(file, f"{how}, which is not read from GGUF")
     found = {"rope_type": kind, "factor": float(factor)}
     names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
     if kind == "yarn":
@@ -297,7 +297,7 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
 def _llama3(file: GgufFile, factors: NDArray[np.float32], theta: float, high: float) -> dict[str, Any]:
     found = scaling_of(factors, theta, high)
     if found is None:
-        raise unread(file, "scales its rotary embeddings by factors that are not Llama 3's (rope_freqs.weight)")
+        raise unsupported(file, "scales its rotary embeddings by factors that are not Llama 3's (rope_freqs.weight)")
     return found
 
 

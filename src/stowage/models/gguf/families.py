@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from stowage.errors import CheckpointError
 from stowage.models.gguf import gemma, hybrids, kimi, latents, mixtures, windows
-from stowage.models.gguf.fields import layers_of, number, sizeless, unread
+from stowage.models.gguf.fields import lacks_size, layers_of, number, unsupported
 from stowage.models.gguf.mixtures import sigmoid_routed
 from stowage.weights.gguf import GgufFile
 
@@ -101,7 +101,7 @@ def family_of(file: GgufFile) -> str | None:
     if family == "ministral3":
         if number(file, "expert_count"):
             what = "is a mixture of experts of the family mistral3"
-            raise unread(file, f"{what}, of which models without experts are read from GGUF")
+            raise unsupported(file, f"{what}, of which models without experts are read from GGUF")
         return family if f"{file.architecture}.attention.temperature_scale" in file.fields else "mistral"
     if family != "deepseek_v3" or latents.scores_by_sigmoid(file):
         return family
@@ -130,7 +130,7 @@ def _gated_delta(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     every, values = number(file, "full_attention_interval") or 4, number(file, "ssm.time_step_rank")
     keys, sizes = number(file, "ssm.group_count"), number(file, "ssm.state_size")
     if not keys or not sizes or not values or values % keys or number(file, "ssm.inner_size") % values:
-        raise sizeless(file)
+        raise lacks_size(file)
     kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers_of(file))]
     return {
         "layer_types": kinds,

@@ -10,11 +10,11 @@ from stowage.weights.gguf import GgufFile
 
 def number(file: GgufFile, key: str) -> int:
     """0: there is none."""
-    value = alike(file.fields.get(f"{file.architecture}.{key}"))
+    value = uniform(file.fields.get(f"{file.architecture}.{key}"))
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def alike(value: Any) -> Any:
+def uniform(value: Any) -> Any:
     """A list that says the same of every layer, as that."""
     return value[0] if isinstance(value, list) and value and all(one == value[0] for one in value) else value
 
@@ -40,11 +40,11 @@ def of_layers(file: GgufFile, key: str) -> list[int]:
     return each if whole else [0] * layers
 
 
-def sizeless(file: GgufFile, what: Any = "how large its heads are") -> CheckpointError:
+def lacks_size(file: GgufFile, what: Any = "how large its heads are") -> CheckpointError:
     return CheckpointError(f"{file.paths[0]} does not say {what}, or nothing that fits; download it again.")
 
 
-def unread(file: GgufFile, what: str) -> UnsupportedModelError:
+def unsupported(file: GgufFile, what: str) -> UnsupportedModelError:
     """For a file that is whole, and that the engine would compute otherwise. ``what``: it is, has or does."""
     return UnsupportedModelError(f"{file.paths[0]} {what}. Give the Hugging Face checkpoint that it was made from.")
 
@@ -55,7 +55,7 @@ def latent_sizes(file: GgufFile, whole: int, rotated: int, value: int) -> dict[s
     """
     heads = number(file, "attention.head_count")
     if not heads or whole <= rotated:
-        raise sizeless(file)
+        raise lacks_size(file)
     return {
         "kv_lora_rank": number(file, "attention.kv_lora_rank"),
         "num_key_value_heads": heads,

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from stowage.errors import CheckpointError
-from stowage.models.gguf.fields import layers_of, number, sizeless
+from stowage.models.gguf.fields import lacks_size, layers_of, number
 from stowage.models.gguf.tensor_layout import Made
 from stowage.models.gguf.windows import every_layer, kinds_of
 from stowage.weights.gguf import GgufFile
@@ -68,7 +68,7 @@ def gemma3n(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     table, low = (file.tensors.get(f"{name}.weight") for name in ("per_layer_token_embd", "blk.0.laurel_l"))
     kinds = kinds_of(file)
     if table is None or low is None or kinds is None:
-        raise sizeless(file, "which layers have a window, or how large its inner layers are")
+        raise lacks_size(file, "which layers have a window, or how large its inner layers are")
     return {
         "activation_sparsity_pattern": _sparsities(file),
         "altup_active_idx": number(file, "altup.active_idx"),
@@ -87,13 +87,13 @@ def _sparsities(file: GgufFile) -> list[float]:
     """
     scales, layers = file.fields.get(f"{file.architecture}.activation_sparsity_scale"), layers_of(file)
     if not isinstance(scales, list) or len(scales) != layers or not all(isinstance(one, float) for one in scales):
-        raise sizeless(file, "how sparse its layers are")
+        raise lacks_size(file, "how sparse its layers are")
     given = torch.tensor(scales, dtype=torch.float32)
     normal: Any = torch.distributions.normal.Normal(0, 1)
     parts = [round(float(part), 4) for part in normal.cdf(given)]
     again = normal.icdf(torch.tensor(parts, dtype=torch.float32))
     if not torch.allclose(again, given, rtol=1e-5):
-        raise sizeless(file, "how sparse its layers are")
+        raise lacks_size(file, "how sparse its layers are")
     return parts
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from stowage.models.gguf.fields import head_size, layers_of, number, of_layers, sizeless
+from stowage.models.gguf.fields import head_size, lacks_size, layers_of, number, of_layers
 from stowage.models.gguf.tensor_layout import Layout, Made, Rows
 from stowage.weights.gguf import GgufFile, GgufTensor
 
@@ -22,7 +22,7 @@ def granite(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Also of MiniCPM, whose files do not say how scores are scaled: as everywhere."""
     scales = {"embedding_multiplier", "logits_scaling", "residual_multiplier"}
     if file.architecture == "minicpm" and not scales <= entries.keys():
-        raise sizeless(file, "by how much it scales embeddings, residuals and logits")
+        raise lacks_size(file, "by how much it scales embeddings, residuals and logits")
     return {} if entries.get("attention_multiplier") else {"attention_multiplier": max(head_size(file), 1) ** -0.5}
 
 
@@ -51,7 +51,7 @@ def nemotron_h(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
         _states(file),
     )
     if number(file, "expert_group_count") > 1 and not number(file, "expert_group_used_count"):
-        raise sizeless(file, "how many groups of experts a router chooses")
+        raise lacks_size(file, "how many groups of experts a router chooses")
     behind = [
         "moe" if f"blk.{layer}.ffn_gate_inp.weight" in file.tensors else "mlp" if wide[layer] else "linear_attention"
         for layer in range(layers_of(file))
@@ -142,7 +142,7 @@ def _every(file: GgufFile, layers: Sequence[bool]) -> tuple[int, int]:
     own = [at for at, known in enumerate(layers) if known]
     first, period = (own[0] if own else len(layers)), (own[1] - own[0] if len(own) > 1 else len(layers) + 1)
     if first >= period or layers != [at % period == first for at in range(len(layers))]:
-        raise sizeless(file, "which of its layers are alike")
+        raise lacks_size(file, "which of its layers are alike")
     return first, period
 
 
@@ -155,7 +155,7 @@ def _first_states(file: GgufFile) -> dict[str, int]:
     }
     hidden = number(file, "embedding_length")
     if not all(found.values()) or not hidden or found["inner"] % hidden:
-        raise sizeless(file, "how large its states are")
+        raise lacks_size(file, "how large its states are")
     return found
 
 
@@ -190,7 +190,7 @@ def _states(file: GgufFile) -> dict[str, int]:
     heads, inner = number(file, "ssm.time_step_rank"), number(file, "ssm.inner_size")
     groups, state = number(file, "ssm.group_count"), number(file, "ssm.state_size")
     if not heads or not groups or not state or not inner or inner % heads or heads % groups:
-        raise sizeless(file, "how large its states are")
+        raise lacks_size(file, "how large its states are")
     return {"heads": heads, "size": inner // heads, "groups": groups, "state": state}
 
 

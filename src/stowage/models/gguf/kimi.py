@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stowage.models.gguf.fields import latent_sizes, layers_of, number, of_layers, sizeless
+from stowage.models.gguf.fields import lacks_size, latent_sizes, layers_of, number, of_layers
 from stowage.models.gguf.mixtures import refuse_other_sums, sigmoid_routed
 from stowage.models.gguf.tensor_layout import Layout, Made
 from stowage.weights.gguf import GgufFile
@@ -23,7 +23,7 @@ def kimi_linear(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     heads, rotated = number(file, "attention.head_count"), number(file, "rope.dimension_count")
     whole, value = (number(file, f"attention.{part}_length_mla") for part in ("key", "value"))
     if not value or not rotated or not number(file, "kda.head_dim"):
-        raise sizeless(file)
+        raise lacks_size(file)
     dense = number(file, "leading_dense_block_count")
     return {
         **sigmoid_routed(file, entries),

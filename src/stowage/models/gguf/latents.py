@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stowage.models.gguf.fields import latent_sizes, layers_of, number, sizeless, unread
+from stowage.models.gguf.fields import lacks_size, latent_sizes, layers_of, number, unsupported
 from stowage.models.gguf.mixtures import SIGMOID, routed, sigmoid_routed
 from stowage.weights.gguf import GgufFile
 
@@ -38,7 +38,7 @@ def deepseek(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
         for part in ("key", "value")
     )
     if not value:
-        raise sizeless(file)
+        raise lacks_size(file)
     sizes = latent_sizes(file, whole, number(file, "rope.dimension_count"), value)
     return {**routed(file, {**entries, **groups}), **groups, **sizes}
 
@@ -46,7 +46,7 @@ def deepseek(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
 def deepseek_v2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     if file.fields.get("deepseek2.expert_weights_norm") is True:
         how = "makes the weights of experts that are chosen by softmax add up to one"
-        raise unread(file, f"{how}, which is not computed from GGUF of deepseek2")
+        raise unsupported(file, f"{how}, which is not computed from GGUF of deepseek2")
     found = deepseek(file, entries)
     grouped = {**entries, **found}["n_group"] > 1
     return {**found, "topk_method": "group_limited_greedy" if grouped else "greedy"}
@@ -56,7 +56,7 @@ def minicpm3(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
     """By how much embeddings, residuals and logits are scaled stands in llama.cpp's code."""
     whole, rotated = number(file, "attention.key_length"), number(file, "rope.dimension_count")
     if not rotated or not number(file, "attention.kv_lora_rank"):
-        raise sizeless(file)
+        raise lacks_size(file)
     sizes = latent_sizes(file, whole, rotated, number(file, "attention.value_length"))
     return {**sizes, "dim_model_base": 256, "scale_depth": 1.4, "scale_emb": 12}
 
@@ -67,7 +67,7 @@ def mistral4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     """
     begins = number(file, "attention.temperature_length")
     if begins and begins != number(file, "rope.scaling.original_context_length"):
-        raise sizeless(file, "from where on queries are scaled")
+        raise lacks_size(file, "from where on queries are scaled")
     return deepseek(file, entries)
 
 
@@ -75,7 +75,7 @@ def glm_dsa(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Raises CheckpointError, UnsupportedModelError."""
     sizes = {key: number(file, f"attention.indexer.{key}") for key in ("head_count", "key_length", "top_k")}
     if not all(sizes.values()) or not number(file, "attention.q_lora_rank"):
-        raise sizeless(file, "which keys its queries read")
+        raise lacks_size(file, "which keys its queries read")
     return {
         **sigmoid_routed(file, entries),
         **deepseek(file, entries),
@@ -99,5 +99,5 @@ def _indexed(file: GgufFile) -> list[bool]:
         shares = number(file, "context_length") >= _SHARING_CONTEXT
         return [not shares or layer < 2 or layer % 4 == 2 for layer in range(layers)]
     if not isinstance(said, list) or len(said) < layers or not said[0] or any(one not in (0, 1) for one in said):
-        raise sizeless(file, "which of its layers have an indexer")
+        raise lacks_size(file, "which of its layers have an indexer")
     return [bool(one) for one in said[:layers]]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stowage.errors import UnsupportedModelError
-from stowage.models.gguf.fields import layers_of, number, of_layers, sizeless, unread
+from stowage.models.gguf.fields import lacks_size, layers_of, number, of_layers, unsupported
 from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile
 
@@ -30,7 +30,7 @@ def sigmoid_routed(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]
     """Of families whose routers score by sigmoid in Transformers. Raises UnsupportedModelError."""
     if number(file, "expert_gating_func") not in (0, SIGMOID):
         how = "scores experts in another way than by sigmoid"
-        raise unread(file, f"{how}, which is not read from GGUF {file.architecture}")
+        raise unsupported(file, f"{how}, which is not read from GGUF {file.architecture}")
     return routed(file, entries)
 
 
@@ -40,7 +40,7 @@ def refuse_other_sums(file: GgufFile, *, said: bool = False) -> None:
     """
     if file.fields.get(f"{file.architecture}.expert_weights_norm", not said) is False:
         how = "does not make the weights of chosen experts add up to one"
-        raise unread(file, f"{how}, which is not read from GGUF of {file.architecture}")
+        raise unsupported(file, f"{how}, which is not read from GGUF of {file.architecture}")
 
 
 def afmoe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def ernie_moe(file: GgufFile, _: Mapping[str, Any]) -> dict[str, Any]:
 def exaone_moe(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     kinds = kinds_of(file)
     if kinds is None:
-        raise sizeless(file, "which layers have a window")
+        raise lacks_size(file, "which layers have a window")
     return {**sigmoid_routed(file, entries), "layer_types": kinds}
 
 
@@ -83,7 +83,7 @@ def llama4(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     sigmoid_routed(file, entries)
     if not number(file, "expert_count") or file.fields.get("llama4.attention.sliding_window", 1) == 0:
         lacking = "has no experts, or no layers that attend within pieces of a text"
-        raise unread(file, f"{lacking}, which is not read from GGUF of llama4")
+        raise unsupported(file, f"{lacking}, which is not read from GGUF of llama4")
     return {
         "attention_chunk_size": _LLAMA4_TOKENS,
         "attn_scale": 0.1,
@@ -105,10 +105,10 @@ def mimo2(file: GgufFile, entries: Mapping[str, Any]) -> dict[str, Any]:
     full = next((count for count, kind in zip(heads, kinds or (), strict=False) if kind == "full_attention"), 0)
     expected = [full * (1 + (kind == "sliding_attention")) for kind in kinds or ()]
     if not full or not number(file, "attention.value_length"):
-        raise sizeless(file)
+        raise lacks_size(file)
     if heads != expected:
         found = " and ".join(map(str, sorted(set(heads))))
-        raise unread(
+        raise unsupported(
             file,
             f"has layers of {found} heads of keys, where those with a window have twice as many as others in "
             "MiMo-V2-Flash: it is a variant that is not read from GGUF",

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from stowage.errors import UnsupportedModelError
-from stowage.models.gguf.fields import head_size, number, unread
+from stowage.models.gguf.fields import head_size, number, unsupported
 from stowage.models.gguf.mixtures import SIGMOID
 from stowage.models.gguf.windows import kinds_of
 from stowage.weights.gguf import GgufFile
@@ -135,4 +135,4 @@ def refuse_other_windows(file: GgufFile, config: Any) -> None:
 
 def _unread(file: GgufFile, key: str, value: Any) -> UnsupportedModelError:
     family = f"GGUF of the family {file.architecture}"
-    return unread(file, f"says {key} = {str(value)[:40]}, which is not computed from {family}")
+    return unsupported(file, f"says {key} = {str(value)[:40]}, which is not computed from {family}")

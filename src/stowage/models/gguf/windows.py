@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stowage.models.gguf.fields import layers_of, number, sizeless
+from stowage.models.gguf.fields import lacks_size, layers_of, number
 from stowage.weights.gguf import GgufFile
 
 _UNSAID: Final = 4096
@@ -35,7 +35,7 @@ def kinds_of(file: GgufFile) -> list[str] | None:
     if not isinstance(said, list):
         return None
     if len(said) < layers_of(file) or any(one not in (0, 1) for one in said):
-        raise sizeless(file, "which layers have a window")
+        raise lacks_size(file, "which layers have a window")
     return ["sliding_attention" if window else "full_attention" for window in said[: layers_of(file)]]
 
 

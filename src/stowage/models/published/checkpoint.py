@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stowage.errors import CheckpointError, StowageError, UnsupportedModelError
 from stowage.models.multimodal import TextPart, class_of
-from stowage.models.published.matrices import Matrices, Matrix, base_of, odd
+from stowage.models.published.matrices import Matrices, Matrix, base_of, unexpected_tensor
 from stowage.models.published.method import Method
 from stowage.models.published.names import Sources, sources_of
 from stowage.weights.checkpoint import Checkpoint, Stored, stored_in
@@ -291,7 +291,7 @@ class _Reading:
         """The values of a tensor that is stored as numbers; ``kind``: what it will be."""
         found = self.matrices.get(sources.single)
         if found.shape != shape:
-            raise odd(path, found, shape)
+            raise unexpected_tensor(path, found, shape)
         if found.dtype in _FP8:
             stacked = "experts stacked in FP8, with inputs first, as Meta publishes Llama 4, or without scales"
             what = stacked if len(shape) == 3 else "of FP8, and no matrix"

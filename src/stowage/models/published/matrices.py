@@ -124,7 +124,7 @@ class Matrices:
         for part, (own, dtype) in spec.tensors().items():
             stored = found.parts[part]
             if prod(stored.shape) != shape[0] * prod(own) or stored.dtype is not dtype or stored.shape[0] != shape[0]:
-                raise odd(f"{name}_{part}", stored, (shape[0], *own))
+                raise unexpected_tensor(f"{name}_{part}", stored, (shape[0], *own))
         return found
 
     def _stacked_fp8(self, name: str, scales: Stored, shape: tuple[int, ...]) -> Matrix:
@@ -139,7 +139,7 @@ class Matrices:
             stored = found.parts[part]
             sizes = [[size for size in shape if size != 1] for shape in (stored.shape[1:], own)]
             if stored.shape[:1] != (experts,) or sizes[0] != sizes[1] or stored.dtype is not dtype:
-                raise odd(name, stored, (experts, *own))
+                raise unexpected_tensor(name, stored, (experts, *own))
         return found
 
     def _scales(self, name: str) -> Stored | None:
@@ -257,20 +257,20 @@ class Matrices:
     def _check(self, name: str, found: Matrix, shape: tuple[int, ...]) -> None:
         if found.spec is None:
             if found.parts[""].shape != shape:
-                raise odd(name, found.parts[""], shape)
+                raise unexpected_tensor(name, found.parts[""], shape)
             return
         if (found.spec.outputs, found.spec.inputs) != shape:
-            raise odd(name, found.parts[""], shape)
+            raise unexpected_tensor(name, found.parts[""], shape)
         if found.spec.name in _PLAIN.values():
             return
         for part, (own, dtype) in found.spec.tensors().items():
             stored = found.parts[part]
             shapes = [[size for size in shape if size != 1] for shape in (stored.shape, own)]  # (n,) or (n, 1)
             if shapes[0] != shapes[1] or stored.dtype is not dtype:
-                raise odd(name, stored, own)
+                raise unexpected_tensor(name, stored, own)
 
 
-def odd(name: str, found: Stored, shape: Sequence[int]) -> CheckpointError:
+def unexpected_tensor(name: str, found: Stored, shape: Sequence[int]) -> CheckpointError:
     """What is said of a tensor of another shape or type."""
     kind = str(found.dtype).removeprefix("torch.")
     return CheckpointError(

@@ -82,5 +82,5 @@ def _weights(model: str | None) -> str:
     that it is split over; else the name, as it was given. SGLang does not say which revision it serves: of a repository
     it is the one that was downloaded last under its default name.
     """
-    path = hub.here(model) if model else None
+    path = hub.local_path(model) if model else None
     return (path and identity.of_path(path)) or f"name:{model}"

@@ -157,7 +157,7 @@ def _weights(model: Any, config: Any) -> str:
     )
     if elsewhere:
         return _private(f"the weights come from {elsewhere} and not from files in a directory")
-    path = hub.here(model.model, model.revision)
+    path = hub.local_path(model.model, model.revision)
     digest = identity.of_path(path) if path is not None else None
     if digest is not None:
         return digest

@@ -36,7 +36,7 @@ from stowage.plugins.vllm.messages import Load, Part, Report, Step, Store
 from stowage.plugins.vllm.reports import Reports
 from stowage.plugins.vllm.requests import Phase, Prefixes, Tracked
 from stowage.plugins.vllm.settings import Options, retention, state_spacing
-from stowage.plugins.vllm.startup_log import said, welcome
+from stowage.plugins.vllm.startup_log import ranks_line, store_line
 from stowage.plugins.vllm.step_times import StepTimes
 from stowage.plugins.vllm.storing import Source, Storing
 from stowage.plugins.vllm.worker import check_one_machine
@@ -121,7 +121,7 @@ class SchedulerSide:
         self._storing = Storing(store, self._strategies, kept, sources, len(parts), self._announcements)
         self._reports = Reports(self._storing, self._cost_model, self.counts)
         self._background = Background(store, name="vllm", after_poll=self._settle)
-        adapter.say(welcome(memory, store, self._groups, spacing, step_tokens) + said(division, by_name))
+        adapter.say(store_line(memory, store, self._groups, spacing, step_tokens) + ranks_line(division, by_name))
 
     # Loads
 

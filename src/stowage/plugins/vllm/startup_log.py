@@ -11,7 +11,9 @@ from stowage.core.geometry import Group, Kind
 from stowage.plugins.vllm.division import Division
 
 
-def welcome(memory: Memory, store: TieredStore, groups: Sequence[Group], snapshot_tokens: int, step_tokens: int) -> str:
+def store_line(
+    memory: Memory, store: TieredStore, groups: Sequence[Group], snapshot_tokens: int, step_tokens: int
+) -> str:
     """One line. ``step_tokens``: vLLM computes so many tokens of a prompt at a time."""
     tokens = min(
         int(slab.slots / sum(1 / _tokens_per_chunk(groups[index], snapshot_tokens) for index in slab.groups))
@@ -30,7 +32,7 @@ def welcome(memory: Memory, store: TieredStore, groups: Sequence[Group], snapsho
     return text
 
 
-def said(division: Division, by_name: bool) -> str:
+def ranks_line(division: Division, by_name: bool) -> str:
     """What is stored once for several ranks, and which layers keep a chunk to one number of ranks."""
     once, held = sum(division.bytes_per_block), sum(division.bytes_held)
     text = f" What several ranks hold is stored once: {once / held:.0%} of their bytes." if once < held else ""

@@ -21,7 +21,7 @@ from stowage.server.apis.generation_request import SEEDS, Prompt
 from stowage.server.fields import Fields
 from stowage.server.limits import Limits
 from stowage.server.served_model import ServedModel
-from stowage.server.tools.grammar import enforced
+from stowage.server.tools.grammar import enforced_grammar
 from stowage.server.tools.parser import OutputSyntax
 from stowage.server.tools.request_tools import NO_TOOLS, RequestTools
 from stowage.server.tools.template import ChatTemplate
@@ -177,7 +177,9 @@ class Reader:
         schemas = {tool.name: tool.parameters for tool in tools.callable}
         several = tools.parallel and tools.choice != "named"
         syntax = OutputSyntax(calls, thinks, begun, several, form.harmony, schemas, tools.is_forced)
-        wanted = enforced(form, tools, chat.wanted, self.grammars, chat_template.thinking(thinks=thinks, begun=begun))
+        wanted = enforced_grammar(
+            form, tools, chat.wanted, self.grammars, chat_template.thinking(thinks=thinks, begun=begun)
+        )
         kept = () if syntax.is_plain else chat_template.special_markers
         return prompt, replace(params, structured_outputs=wanted, kept_special_tokens=kept), syntax
 

@@ -35,7 +35,7 @@ _PARTS: Final = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
 Literal = Callable[[str], str]
 
 
-def enforced(
+def enforced_grammar(
     form: ToolFormat,
     tools: RequestTools,
     asked: tuple[str, StructuredOutputs] | None,

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from stowage.native import is_wanted
 from stowage.weights.checkpoint import Checkpoint, Span, read_segments
-from stowage.weights.grouping import looks_up
+from stowage.weights.grouping import is_plain_lookup
 from stowage.weights.offloaded_parameter import nan_placeholder
 from stowage.weights.quantized import quantizer
 from stowage.weights.quantized.blocks import deinterleave_heads, joined, parameter_names, put_linear, put_matrix
@@ -210,7 +210,7 @@ def replace(model: Any, plan: Plan, dtype: torch.dtype) -> None:
             put_linear(model, parent, kept.spec, dtype, kept.heads)
         else:
             with torch.device("cpu"):  # it is tried, and all else is built without values
-                finds = isinstance(module, nn.Embedding) and looks_up(module)
+                finds = isinstance(module, nn.Embedding) and is_plain_lookup(module)
             put_matrix(module, own, kept.spec, dtype, finds)
     for parent, specs in stacks.items():
         put_stacks(model.get_submodule(parent), specs, dtype)

@@ -23,7 +23,7 @@ from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.quantized.codes import Form
 from stowage.weights.quantized.modules import METHOD, Target, targets
 from stowage.weights.safetensors_file import SafetensorsFile, not_taken
-from stowage.weights.tied import settle
+from stowage.weights.tied import resolve_tied
 
 _WAITS_BELOW_BYTES: Final = 64 << 10
 _ENTRY_BYTES: Final = 200
@@ -93,7 +93,7 @@ class _Writing(Building):
 
     def begin(self, root: nn.Module) -> None:
         said = dict(getattr(root, "all_tied_weights_keys", None) or {})
-        settle(root, self.checkpoint)
+        resolve_tied(root, self.checkpoint)
         self._targets = {target.path: target for target in targets(root)}
         if not self._targets:
             raise UnsupportedModelError(
