@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,8 +16,6 @@ from stowage.core.retention import Learner, Retention
 from stowage.errors import BudgetError, ConfigError
 from stowage.plugins.vllm.adapter import GroupShape
 from stowage.storage.lease import Lease, budget_directory
-
-logger = logging.getLogger("stowage.vllm")
 
 _NOT_OURS = frozenset(
     {"device_memory", "weights", "kv_cache_memory", "block_size", "group_block_size", "chunk_blocks", "max_num_seqs"}

@@ -18,7 +18,6 @@ R = TypeVar("R")
 class _Doing(Generic[R]):
     """A job that was asked for. `result` is empty until it has been done."""
 
-    job: Job[R]
     result: list[R]
     failure: Exception | None = None
     begun: bool = False
@@ -76,7 +75,7 @@ class SimJobRunner:
         """Tasks end with their jobs."""
 
     def _begin(self, job: Job[R], owner: Task) -> _Doing[R]:
-        doing = _Doing(job, [])
+        doing: _Doing[R] = _Doing([])
 
         def work() -> None:
             if doing.dropped:
