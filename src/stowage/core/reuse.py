@@ -1,4 +1,11 @@
-"""The longest reusable prefix of a prompt: the largest boundary that every cache group can serve."""
+"""The longest reusable prefix of a prompt: the largest boundary that every cache group can serve.
+
+tokens             0    128   256   384   512
+full attention     |#################|              all chunks up to 384
+window of 128      |     |###########|              chunks 128 to 384: it can resume at 256 and at 384
+recurrent state    |           *                    a snapshot at 256
+the answer                     256
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The packed part of host memory: chunks in two thirds of their bytes, to the bit, above the disk and below the arena.
+"""The compressed part of host memory, a tier between arena and disk: chunks at two thirds of their size, without loss.
 
     store: arena slot --packed into--> log         load: log --unpacked into--> arena slot
 

@@ -1,5 +1,5 @@
-"""A torch function mode that slices linear layers by rows, so that several pieces of a prompt can share one forward
-with the bits of separate ones: the rows of each piece are multiplied in the shape of a forward of its own.
+"""A torch function mode that multiplies the rows of each piece of a prompt in the shape of a forward of its own, so
+that several pieces share one forward with the bits of separate ones.
 
     rows of a forward   | piece 0 (256) | piece 1 (256) | piece 2 (256) |
     a linear layer        one product     one product     one product       of 256 rows each

@@ -1,4 +1,4 @@
-"""Below the pool: copies that take time or fail, and tiers that are slow, wrong, or raise at anything.
+"""Simulated copies that take time or fail, and simulated tiers that are slow, wrong, or raise at anything.
 
 What a tier says is there may be missing, and what it does may fail; but it never reports other bytes than were stored
 under a key: that is what a tier must promise (`storage.protocol`), and the disk's own simulator holds it to that.

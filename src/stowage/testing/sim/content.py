@@ -1,4 +1,4 @@
-"""What every key stands for, and a device whose blocks are checked against it.
+"""The bytes that each key must have, and a simulated device whose blocks are checked against them.
 
 The bytes of block j of a chunk follow from the chunk's key, so whoever holds bytes under a key can be told whether they
 are the right ones. Blocks that a mask leaves out may hold anything: the device fills them with noise.

@@ -1,4 +1,4 @@
-"""Jobs of the disk tier at the same time: tasks that meet in any order, and end in any other."""
+"""Runs the disk tier's jobs as simulated tasks, which begin in any order and end in any other."""
 
 from __future__ import annotations
 

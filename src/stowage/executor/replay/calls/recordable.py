@@ -1,5 +1,5 @@
-"""The torch functions, by name, that may be in a list of calls: their results depend on nothing but their arguments,
-and have the same shape for arguments of the same shape.
+"""Which torch functions, by name, a recorded list of calls may contain: their results depend on nothing but their
+arguments, and have the same shape for arguments of the same shape.
 """
 
 from __future__ import annotations
