@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._replay import Prompt, belady, prefix_lru, read_trace, through_flow, through_policy
+from stowage import svg
 from stowage.cache.policy import POLICIES, POLICY_DEFAULT
 
 CAPACITIES = ("1000", "10000", "50000", "infinite")
@@ -39,29 +40,22 @@ def rates(prompts: list[Prompt], capacity: int, check: bool) -> dict[str, float]
 def picture(result: dict[str, Any]) -> str:
     """The rates as bars, one group per capacity, as SVG."""
     groups = result["hit_rate"]
-    names = [name for name in COLOURS if name in next(iter(groups.values()))]
+    colours = {name: colour for name, colour in COLOURS.items() if name in next(iter(groups.values()))}
     top = max(max(rates.values()) for rates in groups.values()) or 1.0
-    width, bar = 40 + len(groups) * (len(names) * 26 + 34), 26
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 300" font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="300" fill="#ffffff"/>',
-        '<text x="20" y="22" font-size="13">Blocks found, % of those asked for, by capacity in blocks</text>',
-    ]
+    wide = 30
+    step = len(colours) * wide + 30
+    parts = []
     for number, (capacity, rates_of) in enumerate(groups.items()):
-        left = 30 + number * (len(names) * bar + 34)
-        for place, name in enumerate(names):
+        left = 30 + number * step
+        for place, (name, colour) in enumerate(colours.items()):
             height = 200 * rates_of[name] / top
-            x, y = left + place * bar, 255 - height
-            parts.append(
-                f'<rect x="{x}" y="{y:.1f}" width="{bar - 4}" height="{height:.1f}" fill="{COLOURS[name]}"/>'
-                f'<text x="{x + bar / 2 - 2}" y="{y - 3:.1f}" text-anchor="middle" font-size="9">'
-                f"{100 * rates_of[name]:.1f}</text>"
-            )
-        parts.append(f'<text x="{left + len(names) * bar / 2}" y="270" text-anchor="middle">{capacity}</text>')
-    for place, name in enumerate(names):
-        parts.append(f'<rect x="{30 + place * 80}" y="282" width="10" height="10" fill="{COLOURS[name]}"/>')
-        parts.append(f'<text x="{44 + place * 80}" y="291">{name}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+            x, y = left + place * wide, 275 - height
+            parts.append(svg.bar(x, y, wide - 4, height, colour))
+            parts.append(svg.label(x + wide / 2 - 2, y - 4, f"{100 * rates_of[name]:.1f}", middle=True))
+        parts.append(svg.label(left + len(colours) * wide / 2, 291, capacity, middle=True))
+    title = "Blocks found, % of those asked for, by capacity in blocks"
+    body = "".join(parts) + svg.legend(30, 316, colours, 80)
+    return svg.page(30 + len(groups) * step, 330, title, title, body)
 
 
 def _capacity(text: str) -> str:

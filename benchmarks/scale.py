@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._report import RESULTS, write_result
+from stowage import svg
 from stowage.cache.ledger import Ledger
 from stowage.cache.policy import POLICIES, POLICY_DEFAULT
 from stowage.core.geometry import PAGE_BYTES
@@ -250,32 +251,23 @@ def run_host(chunks: int) -> dict[str, Any]:
 def picture(result: dict[str, Any]) -> str:
     """Nanoseconds per key by the number of chunks, as SVG."""
     sizes = result["disk"]
-    names = [name for name in COLOURS if name in next(iter(sizes.values()))]
-    top = max(of[name]["ns_per_key"] for of in sizes.values() for name in names)
+    colours = {name: colour for name, colour in COLOURS.items() if name in next(iter(sizes.values()))}
+    top = max(of[name]["ns_per_key"] for of in sizes.values() for name in colours)
     step = 130
     xs = [70 + step * place for place in range(len(sizes))]
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {110 + step * len(sizes)} 320" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{110 + step * len(sizes)}" height="320" fill="#ffffff"/>',
-        '<text x="20" y="22" font-size="12">Disk tier: ns per key by chunks in the index; bytes, opening</text>',
-        f'<path d="M50 250H{60 + step * len(sizes)}" stroke="#999999"/>',
-    ]
-    for name in names:
-        ys = [250 - 200 * of[name]["ns_per_key"] / top for of in sizes.values()]
+    parts = [f'<path class="axis" d="M50 270H{60 + step * len(sizes)}"/>']
+    for name, colour in colours.items():
+        ys = [270 - 200 * of[name]["ns_per_key"] / top for of in sizes.values()]
         points = " ".join(f"{x},{y:.1f}" for x, y in zip(xs, ys, strict=True))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for x, y, of in zip(xs, ys, sizes.values(), strict=True):
-            label = f'<text x="{x + 5}" y="{y - 4:.1f}" font-size="9" fill="{COLOURS[name]}">'
-            parts.append(f"{label}{of[name]['ns_per_key']:.0f}</text>")
+            parts.append(svg.label(x + 5, y - 4, f"{of[name]['ns_per_key']:.0f}", color=colour))
     for x, (size, of) in zip(xs, sizes.items(), strict=True):
-        parts.append(f'<text x="{x}" y="268" text-anchor="middle">{int(size):,}</text>')
-        about = f"{of['bytes_per_chunk']:.0f} B, {of['open_s']:.2f} s"
-        parts.append(f'<text x="{x}" y="282" text-anchor="middle" font-size="9">{about}</text>')
-    for place, name in enumerate(names):
-        parts.append(f'<rect x="{50 + place * 90}" y="296" width="10" height="10" fill="{COLOURS[name]}"/>')
-        parts.append(f'<text x="{64 + place * 90}" y="305">{name}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+        parts.append(svg.label(x, 288, f"{int(size):,}", middle=True))
+        parts.append(svg.label(x, 302, f"{of['bytes_per_chunk']:.0f} B, {of['open_s']:.2f} s", middle=True))
+    title = "Disk tier: ns per key by chunks in the index; bytes, opening"
+    body = "".join(parts) + svg.legend(50, 326, colours, 90)
+    return svg.page(110 + step * len(sizes), 340, title, title, body)
 
 
 def show(result: dict[str, Any]) -> None:

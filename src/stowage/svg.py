@@ -28,10 +28,10 @@ def bar(x: float, y: float, width: float, height: float, color: str, about: str 
     return f"{shape}><title>{escape(about)}</title></rect>" if about else f"{shape}/>"
 
 
-def label(x: float, y: float, text: str, *, middle: bool = False) -> str:
+def label(x: float, y: float, text: str, *, middle: bool = False, color: str = "") -> str:
     """Small text that begins at ``x``, or has its middle there."""
-    anchor = ' text-anchor="middle"' if middle else ""
-    return f'<text class="small" x="{x:.1f}" y="{y:.1f}"{anchor}>{escape(text)}</text>'
+    more = (' text-anchor="middle"' if middle else "") + (f' style="fill:{color}"' if color else "")
+    return f'<text class="small" x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>'
 
 
 def legend(x: float, y: float, colors: Mapping[str, str], step: int = 96) -> str:
