@@ -86,6 +86,8 @@ run DIR -p x --host-memory nan
 run DIR -p x --disk /proc/x:1GiB
 run DIR -p x --disk DIR/config.json:1GiB
 run DIR -p x --disk NEW:0
+run DIR -p x --host-memory 16MiB --disk NEW:64KiB
+run DIR -p x --metrics-file NEW/none
 run DIR -p x --device-memory 1KiB
 run DIR -p x --weights "*=nowhere"
 run DIR -p x --adapter =DIR

@@ -1,6 +1,7 @@
 """Which source of a setting wins, and what happens to misspelt ones."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,20 @@ def test_values_of_the_wrong_kind_name_the_setting_and_the_file(tmp_path: Path, 
     with pytest.raises(ConfigError) as caught:
         load_settings({}, {}, path)
     assert line.split()[0] in str(caught.value) and str(path) in str(caught.value)
+    assert re.search(r"\bwrite\b", str(caught.value), re.IGNORECASE), "what to do"
+
+
+def test_what_is_no_pair_of_kind_and_tokens_is_told_with_an_example() -> None:
+    with pytest.raises(ConfigError, match=r"STOWAGE_GROUP_BLOCK_SIZE .* it is 'full=16,sliding'; write kind=tokens"):
+        load_settings({}, {"STOWAGE_GROUP_BLOCK_SIZE": "full=16,sliding"})
+
+
+def test_a_table_in_the_file_is_told_as_one(tmp_path: Path) -> None:
+    """And not as a setting that was misspelt."""
+    path = written(tmp_path, '[memory]\nhost_memory = "1GiB"\n')
+    with pytest.raises(ConfigError, match=r"table \[memory\] in .*leave that line out") as caught:
+        load_settings({}, {}, path)
+    assert str(path) in str(caught.value)
 
 
 def test_file_that_is_no_toml_or_not_there(tmp_path: Path) -> None:

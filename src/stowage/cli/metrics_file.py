@@ -24,7 +24,10 @@ def kept_up(path: Path | None, metrics: Callable[[], str]) -> Iterator[None]:
     try:
         write(path, metrics())
     except OSError as error:
-        raise ConfigError(f"The metrics file {path} cannot be written: {error.strerror}.") from error
+        raise ConfigError(
+            f"The metrics file {path} cannot be written: {error.strerror}. Give one in a directory that is there, "
+            "and yours."
+        ) from error
     ended = threading.Event()
     writer = threading.Thread(target=_keep_up, args=(path, metrics, ended), name="stowage-metrics", daemon=True)
     writer.start()

@@ -39,7 +39,7 @@ def _as_size(value: object) -> int | str:
 
 def _as_text(value: object) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"it is {value!r}, not text.")
+        raise ConfigError(f"it is {shown_value(value)}, not text. Write it in quotes.")
     return value
 
 
@@ -63,7 +63,7 @@ def _as_float(value: object) -> float:
             return float(value)
     except (ValueError, OverflowError):
         pass
-    raise ConfigError(f"it is {shown_value(value)}, not a number.")
+    raise ConfigError(f"it is {shown_value(value)}, not a number. Write one, such as 0.5.")
 
 
 def _as_switch(value: object) -> bool:
@@ -89,13 +89,14 @@ def _as_texts(value: object) -> tuple[str, ...]:
         return (value,)
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         return tuple(value)
-    raise ConfigError(f"it is {value!r}, not text or a list of texts.")
+    raise ConfigError(f"it is {shown_value(value)}, not text or a list of texts. Write each in quotes.")
 
 
 def _as_kinds(value: object) -> dict[str, int]:
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-        return {name.strip(): _as_int(number) for name, _, number in pairs}
+        if all(equals for _, equals, _ in pairs):
+            return {name.strip(): _as_int(number) for name, _, number in pairs}
     if isinstance(value, Mapping):
         return {str(name): _as_int(number) for name, number in value.items()}
     raise ConfigError(f"it is {value!r}; write kind=tokens, for example sliding=32,recurrent=512.")
@@ -383,6 +384,8 @@ def _read_all(raw: Mapping[str, Any], source: str, spelled: Callable[[str], str]
     read: dict[str, Value] = {}
     where = f" in {source}" if source not in ("flag", "environment") else ""
     for name, value in raw.items():
+        if name not in SETTINGS and isinstance(value, Mapping):
+            raise ConfigError(f"There is a table [{name}]{where}, and settings are in none: leave that line out.")
         if name not in SETTINGS and (answer := advice_for(name)):
             raise ConfigError(f"{spelled(name)}{where} is no setting. {answer}.")
         if name not in SETTINGS:

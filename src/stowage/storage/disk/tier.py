@@ -220,7 +220,7 @@ def _segment_bytes(path: Path, limit_bytes: int, *, wanted: int | None, chunk_by
         raise BudgetError(
             f"A limit of {limit_bytes} bytes for {path} holds no chunk"
             + (f" of {chunk_bytes_max} bytes" if chunk_bytes_max else "")
-            + f". The least that works is {least} bytes."
+            + f". The least that works is {least} bytes: give it that or more."
         )
     room = limit_bytes - OWN_BYTES
     if wanted is None:
