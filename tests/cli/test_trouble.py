@@ -1,6 +1,7 @@
 """``--metrics-file``, ``--log-format``, ``--log-level``: what machines read while a command runs."""
 
 import json
+import resource
 import threading
 import time
 from pathlib import Path
@@ -107,3 +108,16 @@ def test_trouble_is_told_as_json_lines_on_stderr(
 def test_wrong_words_are_refused_at_once(call: Stowage, flag: str, value: str) -> None:
     result = call("config", "show", flag, value)
     assert result.exit_code == 2 and value in result.stderr and "must be one of" in result.stderr
+
+
+def test_a_disk_without_room_for_a_tiny_model_is_told_and_nothing_is_left(call: Stowage, tmp_path: Path) -> None:
+    """Files of 100 kB and more stand for it: safetensors has an error of its own for what it cannot write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        done = call("tiny", "llama", tmp_path / "tiny")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert done.exit_code == 2, done.exception
+    assert "File too large" in done.stderr and "Give a directory" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """``stowage tiny FAMILY DIR``: write a random checkpoint with a tokenizer, of any size."""
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +32,8 @@ def tiny(
 
     With a tokenizer and a chat template; small by default, of any size on request.
     """
+    from safetensors import SafetensorError
+
     from stowage.testing import tiny_models
 
     if dtype not in ("float32", "bfloat16", "float16"):
@@ -39,10 +42,16 @@ def tiny(
         hidden=hidden, layers=layers, vocab=vocab, heads=heads, kv_heads=kv_heads, context_tokens=context_tokens
     )
     quiet_libraries()
+    found = directory.exists()
     try:
         path = tiny_models.write(family, directory, size, seed=seed, dtype=dtype)
-    except OSError as error:
-        raise ConfigError(f"{directory} cannot be written: {error.strerror}. Give a directory that can be.") from error
+    except (OSError, SafetensorError) as error:
+        if not found:
+            shutil.rmtree(directory, ignore_errors=True)
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{directory} cannot be written: {why}. Give a directory that can be, on a disk with room."
+        ) from error
     if json:
         print_json({"family": family, "directory": str(path)})
     else:
