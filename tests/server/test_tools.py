@@ -248,7 +248,7 @@ def test_a_history_with_calls_and_results(client: openai.OpenAI, engine: Engine)
 
 
 def test_thoughts_are_free_and_what_follows_is_not(start: Callable[..., Server], marked: Path) -> None:
-    """With `<think>` in the prompt, the grammar waits for `</think>`."""
+    """With `<think>` in the prompt, the grammar waits for `</think>`. So it does in a thought that the client began."""
     server = start("--tool-call-parser", "hermes", model=marked)
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
         end = AutoTokenizer.from_pretrained(marked).convert_tokens_to_ids("</think>")
@@ -268,6 +268,18 @@ def test_thoughts_are_free_and_what_follows_is_not(start: Callable[..., Server],
         assert answer.message.content in ("port", "starboard") and answer.message.reasoning_content
         never = client.chat.completions.create(**options | {"max_tokens": 5}, logit_bias={end: -100}).choices[0]
         assert never.message.tool_calls is None and never.finish_reason == "length"
+        goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+        for begun, free in (
+            ("<think>\nThe harbour", True),
+            ("<think>\nIt is.\n</think>\n\nTo ", False),
+            ("To ", False),
+        ):
+            history: list[Any] = [*ASKED, {"role": "assistant", "content": begun}]
+            answer = client.chat.completions.create(
+                model="tiny", messages=history, logit_bias={end: 6}, max_tokens=300, seed=4, extra_body=goes_on | choice
+            ).choices[0]
+            assert answer.message.content in ("port", "starboard")
+            assert bool(getattr(answer.message, "reasoning_content", None)) == free, begun
     server.stop()
 
 

@@ -171,7 +171,8 @@ class Reader:
         messages, given = chat_template.told(chat.messages, tools, chat.template)
         prompt = self.prompt(messages, chat.new_tokens, self.tokens_max, begin, given, param=chat.param)
         check_least(params, prompt)
-        thinks, begun = chat_template.thoughts(prompt.tokens)
+        answered = messages[-1].get("content") if given.get("continue_final_message") else None
+        thinks, begun = chat_template.thoughts(prompt.tokens, answered)
         form = chat_template.format
         calls = form if tools.callable else None
         schemas = {tool.name: tool.parameters for tool in tools.callable}

@@ -89,10 +89,15 @@ class ChatTemplate:
             return False
         return True
 
-    def thoughts(self, prompt: list[int]) -> tuple[bool, bool]:
-        """Whether an answer to this prompt may have reasoning, and whether it begins within it."""
+    def thoughts(self, prompt: list[int], answered: object = None) -> tuple[bool, bool]:
+        """Whether an answer to this prompt may have reasoning, and whether it begins within it. ``answered``: the text
+        of the message that it continues. A thought that is open there goes on; one that is over, or was none, stays so.
+        """
         if not self._tagged:
             return False, False
+        if isinstance(answered, str) and answered.strip():
+            begun = answered.rfind(THINK_BEGIN) > answered.rfind(THINK_END)
+            return begun, begun
         tail = str(self._tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)).rstrip()
         if tail.endswith(THINK_BEGIN):
             return True, True
