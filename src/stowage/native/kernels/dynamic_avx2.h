@@ -20,7 +20,8 @@
     OF(TQ1_0, tq1_0, bytes_tq1_0, 2, TWO, SIGNED)                                                                      \
     OF(TQ2_0, tq2_0, bytes_tq2_0, 2, TWO, SIGNED)                                                                      \
     OF(Q1_0, q1_0, bytes_q1_0, 2, TWO, SIGNED)
-enum { AVX2_FEW = 8, AVX2_WIDE = 16, AVX2_TILE = 4, AVX2_AHEAD = 4096, AVX2_BYTES = DYNAMIC_GROUP + 8 }; /* of a group at most */
+enum { AVX2_FEW = 8, AVX2_WIDE = 16, AVX2_TILE = 4, AVX2_AHEAD = 4096, AVX2_BYTES = DYNAMIC_GROUP + 8 /* of a group at most */,
+       AVX2_FEW_WIDE = 64 };
 
 static inline ALWAYS __m256 avx2_both(const float *first, const float *second)
 {
@@ -58,26 +59,59 @@ static inline ALWAYS __m256 avx2_value(__m256i sums, __m256 of_inputs, __m256 of
     return value;
 }
 
+/* What the blocks of a group of two outputs add, whose scales are `own`, and `more` their least values or second scales. */
+static inline ALWAYS __m256 avx2_of_group(DynamicKind kind, int size, const __m256i codes[2][4], const DynamicInputs *x,
+                                          __m256 own, __m256 more)
+{
+    __m256i first[2][2], second[2][2], less = avx2_twice(x->less);
+    __m256 scale = (__m256)avx2_twice(x->scale), other = own;
+    UNROLLED for (int p = 0; p < 2; p++)
+        UNROLLED for (int c = 0; c < 2; c++) {
+            first[c][p] = avx2_products(size, codes[c][p], avx2_32((const uint8_t *)x->codes[0] + 32 * p));
+            second[c][p] = avx2_products(size, codes[c][2 + p], avx2_32((const uint8_t *)x->codes[1] + 32 * p));
+            if (kind != TWO)
+                second[c][p] = size == LARGE ? _mm256_add_epi32(first[c][p], second[c][p])
+                                             : _mm256_add_epi16(first[c][p], second[c][p]);
+        }
+    if (kind == TWO) {
+        __m256i part_less = avx2_twice(x->first_less);
+        other = avx2_value(_mm256_add_epi32(avx2_sums(size, first), part_less), scale, own);
+        less = _mm256_sub_epi32(less, part_less);
+    }
+    __m256i sums = avx2_sums(size, second);
+    if (kind != LEAST && size != LARGE)
+        sums = _mm256_add_epi32(sums, less);
+    __m256 value = avx2_value(sums, scale, kind == TWO ? more : own);
+    if (kind == LEAST) {
+        other = _mm256_mul_ps((__m256)avx2_twice(x->sum), more);
+        SETTLE(other);
+    }
+    return kind == BIASED ? value : _mm256_add_ps(value, other);
+}
+
 /* R rows of x, two outputs whose groups are `at`: columns of sums go on from those `kept`. `scales`: of both outputs, then
- * least values or second scales; of blocks that begin with them they are read there, and of the last group only those that are
- * there (all bits of a lane of `there[1]` are set, and of `there[0]`): others may be no numbers. */
-#define ROWS_OF(FORMAT, format, BYTES, PER, KIND, SIZE, R)                                                                     \
+ * least values or second scales. Of blocks that begin with them they are read there, and of the last group only those that are
+ * there (all bits of a lane of `there[1]` are set, and of `there[0]`): others may be no numbers. Those of blocks of 256
+ * inputs come here if they are `fresh`: a pass over the blocks before waits for memory. */
+#define ROWS_OF(FORMAT, format, BYTES, PER, KIND, SIZE, R)                                                             \
     static void avx2_few_##format##R(const DynamicInputs *x, int64_t x_row, const uint8_t *const at[2], int64_t groups,\
-                                     const float *const scales[4], const __m256 *there UNUSED, __m256 *kept)           \
+                                     float *const scales[4], int fresh UNUSED, const __m256 *there UNUSED, __m256 *kept) \
     {                                                                                                                  \
         __m256 all[R];                                                                                                 \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             all[r] = kept[r];                                                                                          \
         for (int64_t g = 0; g < groups; g++) {                                                                         \
             const uint8_t *own_at[2] = {at[0] + g / PER * BYTES, at[1] + g / PER * BYTES};                             \
-            __m256i w[2][4];                                                                                           \
+            __m256i codes[2][4];                                                                                       \
             UNROLLED for (int c = 0; c < 2; c++) {                                                                     \
-                codes_avx2_##format(own_at[c], PER == 1 ? 0 : (int)(g % PER), w[c]);                                   \
+                codes_avx2_##format(own_at[c], PER == 1 ? 0 : (int)(g % PER), codes[c]);                               \
                 UNROLLED for (int i = 0; i < BYTES / PER; i += 64)                                                     \
                     FETCH_FAR(own_at[c] + AVX2_AHEAD + i);                                                             \
+                if (avx2_has_super_scales(FORMAT) && fresh && g % 2 == 0)                                                       \
+                    avx2_scales_super(FORMAT, own_at[c], 8, 1, scales[c] + 4 * g, scales[2 + c] + 4 * g);              \
             }                                                                                                          \
             __m256 own, more;                                                                                          \
-            if (AT_BEGIN(FORMAT)) {                                                                                      \
+            if (AT_BEGIN(FORMAT)) {                                                                                    \
                 own = _mm256_and_ps(avx2_halves_of(own_at[0], own_at[1], BYTES / 4), there[g + 1 == groups]);          \
                 more = KIND == LEAST ? avx2_halves_of(own_at[0] + 2, own_at[1] + 2, BYTES / 4) : own;                  \
                 more = KIND == LEAST ? _mm256_and_ps(more, there[g + 1 == groups]) : own;                              \
@@ -85,33 +119,8 @@ static inline ALWAYS __m256 avx2_value(__m256i sums, __m256 of_inputs, __m256 of
                 own = avx2_both(scales[0] + 4 * g, scales[1] + 4 * g);                                                 \
                 more = KIND == BIASED ? own : avx2_both(scales[2] + 4 * g, scales[3] + 4 * g);                         \
             }                                                                                                          \
-            UNROLLED for (int r = 0; r < R; r++) {                                                                     \
-                const DynamicInputs *in = x + r * x_row + g;                                                           \
-                __m256i first[2][2], second[2][2], less = avx2_twice(in->less);                                        \
-                __m256 scale = (__m256)avx2_twice(in->scale), other = own, value;                                      \
-                UNROLLED for (int p = 0; p < 2; p++)                                                                   \
-                    UNROLLED for (int c = 0; c < 2; c++) {                                                             \
-                        first[c][p] = avx2_products(SIZE, w[c][p], avx2_32((const uint8_t *)in->codes[0] + 32 * p));   \
-                        second[c][p] = avx2_products(SIZE, w[c][2 + p], avx2_32((const uint8_t *)in->codes[1] + 32 * p)); \
-                        if (KIND != TWO)                                                                               \
-                            second[c][p] = SIZE == LARGE ? _mm256_add_epi32(first[c][p], second[c][p])                 \
-                                                         : _mm256_add_epi16(first[c][p], second[c][p]);                \
-                    }                                                                                                  \
-                if (KIND == TWO) {                                                                                     \
-                    __m256i part_less = avx2_twice(in->first_less);                                                    \
-                    other = avx2_value(_mm256_add_epi32(avx2_sums(SIZE, first), part_less), scale, own);               \
-                    less = _mm256_sub_epi32(less, part_less);                                                          \
-                }                                                                                                      \
-                __m256i sums = avx2_sums(SIZE, second);                                                                \
-                if (KIND != LEAST && SIZE != LARGE)                                                                    \
-                    sums = _mm256_add_epi32(sums, less);                                                               \
-                value = avx2_value(sums, scale, KIND == TWO ? more : own);                                             \
-                if (KIND == LEAST) {                                                                                   \
-                    other = _mm256_mul_ps((__m256)avx2_twice(in->sum), more);                                          \
-                    SETTLE(other);                                                                                     \
-                }                                                                                                      \
-                all[r] = _mm256_add_ps(all[r], KIND == BIASED ? value : _mm256_add_ps(value, other));                  \
-            }                                                                                                          \
+            UNROLLED for (int r = 0; r < R; r++)                                                                       \
+                all[r] = _mm256_add_ps(all[r], avx2_of_group(KIND, SIZE, codes, x + r * x_row + g, own, more));        \
         }                                                                                                              \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             kept[r] = all[r];                                                                                          \
@@ -126,7 +135,7 @@ typedef struct {
     int64_t bytes, per; /* of so many groups */
     DynamicKind kind;
     int size; /* of codes */
-    void (*few[3])(const DynamicInputs *, int64_t, const uint8_t *const *, int64_t, const float *const *, const __m256 *, __m256 *);
+    void (*few[3])(const DynamicInputs *, int64_t, const uint8_t *const *, int64_t, float *const *, int, const __m256 *, __m256 *);
     Avx2Lay lay;
 } Avx2Ways;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
@@ -213,51 +222,89 @@ static const uint8_t *avx2_brought(const Linear *job, const Avx2Piece *piece, in
     return room;
 }
 
-/* Outputs [begin, end) of up to 8 rows. `room`: for scales of two rows, and least values or second scales. */
+/* A piece of outputs, one `row` bytes behind the other. */
+typedef struct {
+    const uint8_t *at;
+    int64_t row, groups;
+} Avx2Outputs;
+
+/* That of outputs [n, n + wide): where it is not to be copied it is read where it lies, and codes of what follows may be read,
+ * which zeros are multiplied with. */
+static Avx2Outputs avx2_outputs(const Linear *job, const Avx2Piece *piece, int64_t n, int64_t wide,
+                                uint8_t room[AVX2_FEW_WIDE][AVX2_BYTES])
+{
+    int copied = (job->outputs - n - wide) * job->w_row < piece->ways->bytes;
+    if (!avx2_is_mixed(job, piece->first) && !(copied && piece->left))
+        return (Avx2Outputs){(const uint8_t *)job->w + n * job->w_row + piece->bytes, job->w_row, piece->count};
+    for (int64_t i = 0; i < wide; i++)
+        avx2_brought(job, piece, n + i, copied, room[i]);
+    return (Avx2Outputs){room[0], AVX2_BYTES, piece->count};
+}
+
+/* Columns of sums of pairs of outputs, `step` rows of each: of row r, `to`. */
+static void avx2_totals(const __m256 *kept, int64_t step, int64_t pairs, float *to)
+{
+    for (int64_t p = 0; p < pairs; p += 4, to += 8) {
+        __m256i v[4];
+        UNROLLED for (int i = 0; i < 4; i++)
+            v[i] = (__m256i)kept[(p + i < pairs ? p + i : p) * step];
+        avx2_transpose_fours(v);
+        __m256 sums = (__m256)v[0];
+        UNROLLED for (int i = 1; i < 4; i++)
+            sums = _mm256_add_ps(sums, (__m256)v[i]);
+        _mm256_storeu_ps(to, _mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+    }
+}
+
+/* How many outputs at a time: their scales stay in the first cache. */
+static inline int64_t avx2_few_wide(int64_t blocks)
+{
+    int64_t wide = 512 / blocks / 2 * 2;
+    return wide < 2 ? 2 : wide < AVX2_FEW_WIDE ? wide : AVX2_FEW_WIDE;
+}
+
+/* Outputs [begin, end) of up to 8 rows. `room`: scales of some outputs, and least values or second scales of each behind them. */
 static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
 {
     Avx2Piece pieces[4];
-    int count = avx2_pieces(job, 0, job->inputs, pieces);
-    uint8_t brought[2][AVX2_BYTES];
+    int count = avx2_pieces(job, 0, job->inputs, pieces), super = avx2_has_super_scales(job->format);
+    uint8_t brought[AVX2_FEW_WIDE][AVX2_BYTES];
+    __m256 kept[AVX2_FEW_WIDE / 2 * AVX2_TILE];
     int64_t groups = dynamic_groups(job->inputs), blocks = 4 * groups, left = job->inputs % DYNAMIC_GROUP / DYNAMIC_BLOCK;
-    __m256i lanes = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3));
-    __m256 all = (__m256)_mm256_set1_epi32(-1), there[3] = {all, all, (__m256)lanes};
+    int64_t most = avx2_few_wide(blocks);
+    __m256 all = (__m256)_mm256_set1_epi32(-1), there[3] = {all, all};
+    there[2] = (__m256)_mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3));
     const Avx2Piece *last = pieces + count - 1;
     int joins = count > 1 && left > 0 && last->ways == last[-1].ways && !avx2_is_mixed(job, last->first) &&
                 !avx2_is_mixed(job, last[-1].first);
     for (int64_t n = begin, wide; n < end; n += wide) {
-        wide = end - n < 2 ? 1 : 2;
+        float sums[AVX2_FEW_WIDE];
+        wide = end - n < most ? end - n : most;
         int joined = joins && (job->outputs - n - wide) * job->w_row >= last->ways->bytes; /* the last two pieces are one */
-        for (int i = 0; i < 2 && !AT_BEGIN(job->format); i++) {
-            Coded row = coded_row(job, n + (i < wide ? i : 0));
-            avx2_scales(job, &row, 0, job->inputs / DYNAMIC_BLOCK, room + i * blocks, room + (2 + i) * blocks);
+        for (int64_t i = 0; i < wide && !AT_BEGIN(job->format) && !super; i++) {
+            Coded row = coded_row(job, n + i);
+            avx2_scales(job, &row, 0, job->inputs / DYNAMIC_BLOCK, room + 2 * i * blocks, room + (2 * i + 1) * blocks);
         }
         for (int64_t r = 0, step; r < job->rows; r += step) {
             int way = job->rows - r >= 4 ? 2 : job->rows - r >= 2 ? 1 : 0;
             const DynamicInputs *x = (const DynamicInputs *)job->packed + r * groups;
-            __m256 kept[4];
-            UNROLLED for (int i = 0; i < 4; i++) /* not as their initial values, for which compilers call a slow instruction */
-                kept[i] = _mm256_setzero_ps();
             step = 1 << way;
+            memset(kept, 0, sizeof *kept * (size_t)(step * ((wide + 1) / 2)));
             for (const Avx2Piece *piece = pieces; piece <= last - joined; piece++) {
-                const uint8_t *at[2];
-                const float *scales[4];
-                int64_t more = joined && piece + 1 == last;
-                for (int i = 0; i < 2; i++) {
-                    int64_t own = n + (i < wide ? i : 0), behind = (job->outputs - 1 - own) * job->w_row;
-                    /* else codes of what follows are read, which zeros are multiplied with */
-                    at[i] = avx2_brought(job, piece, own, behind < piece->ways->bytes, brought[i]);
+                Avx2Outputs w = avx2_outputs(job, piece, n, wide, brought);
+                int more = joined && piece + 1 == last;
+                for (int64_t i = 0; i < wide; i += 2) {
+                    int64_t next = i + 1 < wide ? 1 : 0; /* else the same twice */
+                    const uint8_t *at[2] = {w.at + i * w.row, w.at + (i + next) * w.row};
+                    float *own = room + 2 * i * blocks + 4 * piece->first, *other = own + 2 * next * blocks;
+                    float *scales[4] = {own, other, own + blocks, other + blocks};
+                    piece->ways->few[way](x + piece->first, groups, at, w.groups + more, scales, r == 0,
+                                          there + (more || piece->left), kept + i / 2 * step);
                 }
-                for (int i = 0; i < 4; i++)
-                    scales[i] = room + i * blocks + 4 * piece->first;
-                piece->ways->few[way](x + piece->first, groups, at, piece->count + more, scales, there + (more || piece->left), kept);
             }
             for (int64_t i = 0; i < step; i++) {
-                __m256 sums = kept[i];
-                UNROLLED for (int lane = 1; lane < 4; lane++)
-                    sums = _mm256_add_ps(sums, _mm256_permute_ps(kept[i], lane));
-                float two[2] = {_mm256_cvtss_f32(sums), _mm_cvtss_f32(_mm256_extractf128_ps(sums, 1))};
-                avx2_finish(job, two, r + i, n, wide);
+                avx2_totals(kept + i, step, (wide + 1) / 2, sums);
+                avx2_finish(job, sums, r + i, n, wide);
             }
         }
     }

@@ -166,7 +166,8 @@ static int dynamic_avx2(const Linear *job, int64_t begin, int64_t end)
     const Avx2Ways *ways = avx2_ways_of(job, 0);
     int few = ways != NULL && job->rows <= AVX2_FEW;
     int64_t codes = few ? 0 : blocks * DYNAMIC_BLOCK * AVX2_WIDE;
-    float *room = aligned_alloc(64, (size_t)(codes + blocks * (4 + 2 * AVX2_WIDE) * (int64_t)sizeof(float)));
+    int64_t scales = blocks * (few ? 2 * avx2_few_wide(blocks) : 4 + 2 * AVX2_WIDE) * (int64_t)sizeof(float);
+    float *room = aligned_alloc(64, (size_t)(codes + scales));
     if (room == NULL)
         return 0;
     Avx2Panel panel = {.scales = room + 4 * blocks, .more = room + (4 + AVX2_WIDE) * blocks,
