@@ -1,6 +1,6 @@
 /* Products of inputs that were rounded to 8 bits (dynamic.h) with AVX2, which multiplies bytes in pairs.
  *
- * Of up to 8 rows a group of four blocks of two outputs at once, whose 8 sums fill a register. Of many see
+ * Of up to 8 rows two groups of four blocks at once, of one output or of two, whose 8 sums fill a register. Of many see
  * dynamic_avx2_tiles.h.
  */
 /* Inputs of 8 bits are not multiplied with these, but with AVX2 their numbers are made alike. */
@@ -59,22 +59,25 @@ static inline ALWAYS __m256 avx2_value(__m256i sums, __m256 of_inputs, __m256 of
     return value;
 }
 
-/* What the blocks of a group of two outputs add, whose scales are `own`, and `more` their least values or second scales. */
-static inline ALWAYS __m256 avx2_of_group(DynamicKind kind, int size, const __m256i codes[2][4], const DynamicInputs *x,
-                                          __m256 own, __m256 more)
+/* Of each of two groups what is there for its four blocks; both are the same group's, of two outputs, if `alike`. */
+#define OF_INPUTS(WHAT) (alike ? (__m256)avx2_twice(x[0]->WHAT) : avx2_both((const float *)x[0]->WHAT, (const float *)x[1]->WHAT))
+
+/* What the blocks of two groups add, whose scales are `own`, and `more` their least values or second scales. */
+static inline ALWAYS __m256 avx2_of_groups(DynamicKind kind, int size, int alike, const __m256i codes[2][4],
+                                           const DynamicInputs *const x[2], __m256 own, __m256 more)
 {
-    __m256i first[2][2], second[2][2], less = avx2_twice(x->less);
-    __m256 scale = (__m256)avx2_twice(x->scale), other = own;
+    __m256i first[2][2], second[2][2], less = (__m256i)OF_INPUTS(less);
+    __m256 scale = OF_INPUTS(scale), other = own;
     UNROLLED for (int p = 0; p < 2; p++)
         UNROLLED for (int c = 0; c < 2; c++) {
-            first[c][p] = avx2_products(size, codes[c][p], avx2_32((const uint8_t *)x->codes[0] + 32 * p));
-            second[c][p] = avx2_products(size, codes[c][2 + p], avx2_32((const uint8_t *)x->codes[1] + 32 * p));
+            first[c][p] = avx2_products(size, codes[c][p], avx2_32((const uint8_t *)x[c]->codes[0] + 32 * p));
+            second[c][p] = avx2_products(size, codes[c][2 + p], avx2_32((const uint8_t *)x[c]->codes[1] + 32 * p));
             if (kind != TWO)
                 second[c][p] = size == LARGE ? _mm256_add_epi32(first[c][p], second[c][p])
                                              : _mm256_add_epi16(first[c][p], second[c][p]);
         }
     if (kind == TWO) {
-        __m256i part_less = avx2_twice(x->first_less);
+        __m256i part_less = (__m256i)OF_INPUTS(first_less);
         other = avx2_value(_mm256_add_epi32(avx2_sums(size, first), part_less), scale, own);
         less = _mm256_sub_epi32(less, part_less);
     }
@@ -83,21 +86,29 @@ static inline ALWAYS __m256 avx2_of_group(DynamicKind kind, int size, const __m2
         sums = _mm256_add_epi32(sums, less);
     __m256 value = avx2_value(sums, scale, kind == TWO ? more : own);
     if (kind == LEAST) {
-        other = _mm256_mul_ps((__m256)avx2_twice(x->sum), more);
+        other = _mm256_mul_ps(OF_INPUTS(sum), more);
         SETTLE(other);
     }
     return kind == BIASED ? value : _mm256_add_ps(value, other);
 }
+#undef OF_INPUTS
+
+/* Scales of two groups of a format whose blocks begin with them, and least values, of blocks that are `there`: others may be no
+ * numbers. */
+static inline ALWAYS void avx2_scales_at(int kind, const uint8_t *const at[2], int apart, __m256 there, __m256 *own, __m256 *more)
+{
+    *own = *more = _mm256_and_ps(avx2_halves_of(at[0], at[1], apart), there);
+    if (kind == LEAST)
+        *more = _mm256_and_ps(avx2_halves_of(at[0] + 2, at[1] + 2, apart), there);
+}
 
 /* R rows of x, two outputs whose groups are `at`: columns of sums go on from those `kept`. `scales`: of both outputs, then
- * least values or second scales. Of blocks that begin with them they are read there, and of the last group only those that are
- * there (all bits of a lane of `there[1]` are set, and of `there[0]`): others may be no numbers. Those of blocks of 256
- * inputs come here if they are `fresh`: a pass over the blocks before waits for memory. */
+ * least values or second scales, where blocks do not begin with them. `there[1]` is for the last group, `there[0]` for others. */
 #define ROWS_OF(FORMAT, format, BYTES, PER, KIND, SIZE, R)                                                             \
     static void avx2_few_##format##R(const DynamicInputs *x, int64_t x_row, const uint8_t *const at[2], int64_t groups,\
-                                     float *const scales[4], int fresh UNUSED, const __m256 *there UNUSED, __m256 *kept) \
+                                     float *const scales[4], const __m256 *there UNUSED, __m256 *kept)                 \
     {                                                                                                                  \
-        __m256 all[R];                                                                                                 \
+        __m256 all[R], own, more;                                                                                      \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             all[r] = kept[r];                                                                                          \
         for (int64_t g = 0; g < groups; g++) {                                                                         \
@@ -107,35 +118,80 @@ static inline ALWAYS __m256 avx2_of_group(DynamicKind kind, int size, const __m2
                 codes_avx2_##format(own_at[c], PER == 1 ? 0 : (int)(g % PER), codes[c]);                               \
                 UNROLLED for (int i = 0; i < BYTES / PER; i += 64)                                                     \
                     FETCH_FAR(own_at[c] + AVX2_AHEAD + i);                                                             \
-                if (avx2_has_super_scales(FORMAT) && fresh && g % 2 == 0)                                                       \
-                    avx2_scales_super(FORMAT, own_at[c], 8, 1, scales[c] + 4 * g, scales[2 + c] + 4 * g);              \
             }                                                                                                          \
-            __m256 own, more;                                                                                          \
-            if (AT_BEGIN(FORMAT)) {                                                                                    \
-                own = _mm256_and_ps(avx2_halves_of(own_at[0], own_at[1], BYTES / 4), there[g + 1 == groups]);          \
-                more = KIND == LEAST ? avx2_halves_of(own_at[0] + 2, own_at[1] + 2, BYTES / 4) : own;                  \
-                more = KIND == LEAST ? _mm256_and_ps(more, there[g + 1 == groups]) : own;                              \
-            } else {                                                                                                   \
+            if (AT_BEGIN(FORMAT))                                                                                      \
+                avx2_scales_at(KIND, own_at, BYTES / 4, there[g + 1 == groups], &own, &more);                          \
+            else {                                                                                                     \
                 own = avx2_both(scales[0] + 4 * g, scales[1] + 4 * g);                                                 \
                 more = KIND == BIASED ? own : avx2_both(scales[2] + 4 * g, scales[3] + 4 * g);                         \
             }                                                                                                          \
-            UNROLLED for (int r = 0; r < R; r++)                                                                       \
-                all[r] = _mm256_add_ps(all[r], avx2_of_group(KIND, SIZE, codes, x + r * x_row + g, own, more));        \
+            UNROLLED for (int r = 0; r < R; r++) {                                                                     \
+                const DynamicInputs *const in[2] = {x + r * x_row + g, x + r * x_row + g};                             \
+                all[r] = _mm256_add_ps(all[r], avx2_of_groups(KIND, SIZE, 1, codes, in, own, more));                   \
+            }                                                                                                          \
         }                                                                                                              \
         UNROLLED for (int r = 0; r < R; r++)                                                                           \
             kept[r] = all[r];                                                                                          \
     }
+/* The same of one row: two groups of an output at once, the other output's then, and what is left of both last. So memory is read
+ * in its order, which is half as quick again. Scales of blocks of 256 inputs come here: a pass over the blocks before waits for
+ * memory. `there[2]`: of the last two groups. */
+#define ONE_OF(FORMAT, format, BYTES, PER, KIND, SIZE)                                                                 \
+    static void avx2_few_##format##1(const DynamicInputs *x, int64_t x_row UNUSED, const uint8_t *const at[2], int64_t groups, \
+                                     float *const scales[4], const __m256 *there UNUSED, __m256 *kept)                 \
+    {                                                                                                                  \
+        __m128 all[2] = {_mm256_castps256_ps128(*kept), _mm256_extractf128_ps(*kept, 1)};                              \
+        __m256i codes[2][4];                                                                                           \
+        __m256 own, more, value;                                                                                       \
+        UNROLLED for (int o = 0; o < 2; o++)                                                                           \
+            for (int64_t g = 0; g + 2 <= groups; g += 2) {                                                             \
+                const uint8_t *own_at[2] = {at[o] + g / PER * BYTES, at[o] + (PER == 1 ? g + 1 : g / PER) * BYTES};    \
+                const DynamicInputs *const in[2] = {x + g, x + g + 1};                                                 \
+                UNROLLED for (int c = 0; c < 2; c++) {                                                                 \
+                    codes_avx2_##format(own_at[c], PER == 1 ? 0 : c, codes[c]);                                        \
+                    UNROLLED for (int i = 0; i < BYTES / PER; i += 64)                                                 \
+                        FETCH_FAR(own_at[0] + AVX2_AHEAD + c * (BYTES / PER) + i);                                     \
+                }                                                                                                      \
+                if (AT_BEGIN(FORMAT))                                                                                  \
+                    avx2_scales_at(KIND, own_at, BYTES / 4, there[g + 2 == groups ? 2 : 0], &own, &more);              \
+                else {                                                                                                 \
+                    if (avx2_has_super_scales(FORMAT))                                                                 \
+                        avx2_scales_super(FORMAT, own_at[0], 8, 1, scales[o] + 4 * g, scales[2 + o] + 4 * g);          \
+                    own = _mm256_loadu_ps(scales[o] + 4 * g);                                                          \
+                    more = KIND == BIASED ? own : _mm256_loadu_ps(scales[2 + o] + 4 * g);                              \
+                }                                                                                                      \
+                value = avx2_of_groups(KIND, SIZE, 0, codes, in, own, more);                                           \
+                all[o] = _mm_add_ps(all[o], _mm256_castps256_ps128(value));                                            \
+                all[o] = _mm_add_ps(all[o], _mm256_extractf128_ps(value, 1));                                          \
+            }                                                                                                          \
+        *kept = _mm256_set_m128(all[1], all[0]);                                                                       \
+        if (PER == 1 && groups % 2 == 1) {                                                                             \
+            int64_t g = groups - 1;                                                                                    \
+            const uint8_t *own_at[2] = {at[0] + g * BYTES, at[1] + g * BYTES};                                         \
+            const DynamicInputs *const in[2] = {x + g, x + g};                                                         \
+            UNROLLED for (int c = 0; c < 2; c++)                                                                       \
+                codes_avx2_##format(own_at[c], 0, codes[c]);                                                           \
+            if (AT_BEGIN(FORMAT))                                                                                      \
+                avx2_scales_at(KIND, own_at, BYTES / 4, there[1], &own, &more);                                        \
+            else {                                                                                                     \
+                own = avx2_both(scales[0] + 4 * g, scales[1] + 4 * g);                                                 \
+                more = KIND == BIASED ? own : avx2_both(scales[2] + 4 * g, scales[3] + 4 * g);                         \
+            }                                                                                                          \
+            *kept = _mm256_add_ps(*kept, avx2_of_groups(KIND, SIZE, 1, codes, in, own, more));                         \
+        }                                                                                                              \
+    }
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
-    ROWS_OF(FORMAT, format, B, P, K, S, 1) ROWS_OF(FORMAT, format, B, P, K, S, 2) ROWS_OF(FORMAT, format, B, P, K, S, 4)
+    ONE_OF(FORMAT, format, B, P, K, S) ROWS_OF(FORMAT, format, B, P, K, S, 2) ROWS_OF(FORMAT, format, B, P, K, S, 4)
 DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF)
 #undef OF
 #undef ROWS_OF
+#undef ONE_OF
 
 typedef struct {
     int64_t bytes, per; /* of so many groups */
     DynamicKind kind;
     int size; /* of codes */
-    void (*few[3])(const DynamicInputs *, int64_t, const uint8_t *const *, int64_t, float *const *, int, const __m256 *, __m256 *);
+    void (*few[3])(const DynamicInputs *, int64_t, const uint8_t *const *, int64_t, float *const *, const __m256 *, __m256 *);
     Avx2Lay lay;
 } Avx2Ways;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
@@ -267,13 +323,15 @@ static inline int64_t avx2_few_wide(int64_t blocks)
 static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
 {
     Avx2Piece pieces[4];
-    int count = avx2_pieces(job, 0, job->inputs, pieces), super = avx2_has_super_scales(job->format);
+    int count = avx2_pieces(job, 0, job->inputs, pieces);
+    int scaled = AT_BEGIN(job->format) || (job->rows == 1 && avx2_has_super_scales(job->format)); /* scales come with products */
     uint8_t brought[AVX2_FEW_WIDE][AVX2_BYTES];
     __m256 kept[AVX2_FEW_WIDE / 2 * AVX2_TILE];
     int64_t groups = dynamic_groups(job->inputs), blocks = 4 * groups, left = job->inputs % DYNAMIC_GROUP / DYNAMIC_BLOCK;
-    int64_t most = avx2_few_wide(blocks);
-    __m256 all = (__m256)_mm256_set1_epi32(-1), there[3] = {all, all};
-    there[2] = (__m256)_mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3));
+    int64_t most = !scaled && avx2_has_super_scales(job->format) ? 2 : avx2_few_wide(blocks);
+    __m256 all = (__m256)_mm256_set1_epi32(-1), some;
+    some = (__m256)_mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3));
+    __m256 there[2][3] = {{all, all, all}, {all, some, _mm256_blend_ps(all, some, 0xf0)}}; /* of whole groups, and if one is not */
     const Avx2Piece *last = pieces + count - 1;
     int joins = count > 1 && left > 0 && last->ways == last[-1].ways && !avx2_is_mixed(job, last->first) &&
                 !avx2_is_mixed(job, last[-1].first);
@@ -281,14 +339,13 @@ static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
         float sums[AVX2_FEW_WIDE];
         wide = end - n < most ? end - n : most;
         int joined = joins && (job->outputs - n - wide) * job->w_row >= last->ways->bytes; /* the last two pieces are one */
-        for (int64_t i = 0; i < wide && !AT_BEGIN(job->format) && !super; i++) {
+        for (int64_t i = 0; !scaled && i < wide; i++) {
             Coded row = coded_row(job, n + i);
             avx2_scales(job, &row, 0, job->inputs / DYNAMIC_BLOCK, room + 2 * i * blocks, room + (2 * i + 1) * blocks);
         }
         for (int64_t r = 0, step; r < job->rows; r += step) {
-            int way = job->rows - r >= 4 ? 2 : job->rows - r >= 2 ? 1 : 0;
             const DynamicInputs *x = (const DynamicInputs *)job->packed + r * groups;
-            step = 1 << way;
+            step = job->rows - r >= 4 ? 4 : job->rows - r >= 2 ? 2 : 1;
             memset(kept, 0, sizeof *kept * (size_t)(step * ((wide + 1) / 2)));
             for (const Avx2Piece *piece = pieces; piece <= last - joined; piece++) {
                 Avx2Outputs w = avx2_outputs(job, piece, n, wide, brought);
@@ -298,8 +355,8 @@ static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
                     const uint8_t *at[2] = {w.at + i * w.row, w.at + (i + next) * w.row};
                     float *own = room + 2 * i * blocks + 4 * piece->first, *other = own + 2 * next * blocks;
                     float *scales[4] = {own, other, own + blocks, other + blocks};
-                    piece->ways->few[way](x + piece->first, groups, at, w.groups + more, scales, r == 0,
-                                          there + (more || piece->left), kept + i / 2 * step);
+                    piece->ways->few[step / 2](x + piece->first, groups, at, w.groups + more, scales, there[more || piece->left],
+                                               kept + i / 2 * step);
                 }
             }
             for (int64_t i = 0; i < step; i++) {
