@@ -20,8 +20,8 @@
     OF(TQ1_0, tq1_0, bytes_tq1_0, 2, TWO, SIGNED)                                                                      \
     OF(TQ2_0, tq2_0, bytes_tq2_0, 2, TWO, SIGNED)                                                                      \
     OF(Q1_0, q1_0, bytes_q1_0, 2, TWO, SIGNED)
-enum { AVX2_FEW = 8, AVX2_WIDE = 16, AVX2_TILE = 4, AVX2_AHEAD = 4096, AVX2_BYTES = DYNAMIC_GROUP + 8 /* of a group at most */,
-       AVX2_FEW_WIDE = 64 };
+enum { AVX2_FEW = 8, AVX2_WIDE = 16, AVX2_TILE = 4, AVX2_AHEAD = 4096, AVX2_FEW_WIDE = 64,
+       AVX2_BYTES = DYNAMIC_GROUP + 8 }; /* of a group at most */
 
 static inline ALWAYS __m256 avx2_both(const float *first, const float *second)
 {
@@ -137,8 +137,8 @@ static inline ALWAYS void avx2_scales_at(int kind, const uint8_t *const at[2], i
  * in its order, which is half as quick again. Scales of blocks of 256 inputs come here: a pass over the blocks before waits for
  * memory. `there[2]`: of the last two groups. */
 #define ONE_OF(FORMAT, format, BYTES, PER, KIND, SIZE)                                                                 \
-    static void avx2_few_##format##1(const DynamicInputs *x, int64_t x_row UNUSED, const uint8_t *const at[2], int64_t groups, \
-                                     float *const scales[4], const __m256 *there UNUSED, __m256 *kept)                 \
+    static void avx2_one_##format(const DynamicInputs *x, int64_t x_row, const uint8_t *const at[2], int64_t groups,    \
+                                  float *const scales[4], const __m256 *there, __m256 *kept)                            \
     {                                                                                                                  \
         __m128 all[2] = {_mm256_castps256_ps128(*kept), _mm256_extractf128_ps(*kept, 1)};                              \
         __m256i codes[2][4];                                                                                           \
@@ -165,23 +165,16 @@ static inline ALWAYS void avx2_scales_at(int kind, const uint8_t *const at[2], i
                 all[o] = _mm_add_ps(all[o], _mm256_extractf128_ps(value, 1));                                          \
             }                                                                                                          \
         *kept = _mm256_set_m128(all[1], all[0]);                                                                       \
-        if (PER == 1 && groups % 2 == 1) {                                                                             \
+        if (groups % 2 == 1) {                                                                                         \
             int64_t g = groups - 1;                                                                                    \
-            const uint8_t *own_at[2] = {at[0] + g * BYTES, at[1] + g * BYTES};                                         \
-            const DynamicInputs *const in[2] = {x + g, x + g};                                                         \
-            UNROLLED for (int c = 0; c < 2; c++)                                                                       \
-                codes_avx2_##format(own_at[c], 0, codes[c]);                                                           \
-            if (AT_BEGIN(FORMAT))                                                                                      \
-                avx2_scales_at(KIND, own_at, BYTES / 4, there[1], &own, &more);                                        \
-            else {                                                                                                     \
-                own = avx2_both(scales[0] + 4 * g, scales[1] + 4 * g);                                                 \
-                more = KIND == BIASED ? own : avx2_both(scales[2] + 4 * g, scales[3] + 4 * g);                         \
-            }                                                                                                          \
-            *kept = _mm256_add_ps(*kept, avx2_of_groups(KIND, SIZE, 1, codes, in, own, more));                         \
+            const uint8_t *last[2] = {at[0] + g / PER * BYTES, at[1] + g / PER * BYTES};                               \
+            float *own_scales[4] = {scales[0] + 4 * g, scales[1] + 4 * g, scales[2] + 4 * g, scales[3] + 4 * g};       \
+            avx2_few_##format##1(x + g, x_row, last, 1, own_scales, there, kept);                                      \
         }                                                                                                              \
     }
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
-    ONE_OF(FORMAT, format, B, P, K, S) ROWS_OF(FORMAT, format, B, P, K, S, 2) ROWS_OF(FORMAT, format, B, P, K, S, 4)
+    ROWS_OF(FORMAT, format, B, P, K, S, 1) ROWS_OF(FORMAT, format, B, P, K, S, 2) ROWS_OF(FORMAT, format, B, P, K, S, 4) \
+    ONE_OF(FORMAT, format, B, P, K, S)
 DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF)
 #undef OF
 #undef ROWS_OF
@@ -195,7 +188,7 @@ typedef struct {
     Avx2Lay lay;
 } Avx2Ways;
 #define OF(FORMAT, format, B, P, K, S)                                                                                 \
-    [FORMAT] = {B, P, K, S, {avx2_few_##format##1, avx2_few_##format##2, avx2_few_##format##4}, avx2_lay_##format},
+    [FORMAT] = {B, P, K, S, {avx2_one_##format, avx2_few_##format##2, avx2_few_##format##4}, avx2_lay_##format},
 #define ONLY_NUMBERS(FORMAT, format, B, P, K, S) [FORMAT] = {.bytes = B, .per = P, .kind = K, .size = S},
 static const Avx2Ways avx2_ways[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF)
                                                 AVX2_NOT_LINEAR(ONLY_NUMBERS) AVX2_SIGNED(ONLY_NUMBERS)};
