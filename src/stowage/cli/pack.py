@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from stowage.evaluation.calibration import Fitted
     from stowage.evaluation.pack import Packed, Perplexity
 
+_FORM_USUAL = "int8"
 _FORM = (
     "int8; int4 in groups with a scale each; q4_k and mxfp4: as in GGUF files; mixed: for each matrix what it needs of "
-    "8, 5 and 4 bits. [default: int8]"
+    f"8, 5 and 4 bits. [default: {_FORM_USUAL}]"
 )
 _BITS_USUAL = 5.0
 _BITS = f"mixed: bits of a layer's weight on average, with its share of scales. [default: {_BITS_USUAL}]"
@@ -59,7 +60,7 @@ def pack(
         raise ConfigError(
             f"--lossless keeps all bits of the weights, and --weights {weights} does not: give one of them."
         )
-    weights = weights or "int8"
+    weights = _FORM_USUAL if weights is None else weights
     if bits is not None and weights != "mixed":
         raise ConfigError(
             f"--bits {bits:g} is for --weights mixed, and not for {weights}: give that, or leave --bits out."

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from stowage.errors import ModelError
 from stowage.evaluation import sensitivity
 from stowage.evaluation.sensitivity import is_measured
 from stowage.models import loading
+from stowage.weights.file import pwrite_all
 from stowage.weights.parameter_location import memory_of
 from stowage.weights.quantized.codes import Form
 from stowage.weights.quantized.fitting import Inputs
@@ -50,16 +52,16 @@ class Fitted:
         self._directory = directory
         self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115  # closed by `close`
         self._spans: dict[str, tuple[int, int]] = {}
+        self._used_bytes = 0
 
     def put(self, path: str, packed: Tensor) -> None:
         """Raises StorageError."""
-        self._spans[path] = (self._file.seek(0, 2), packed.nbytes)
-        left = memory_of(packed)
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            pwrite_all(self._file.fileno(), memory_of(packed), self._used_bytes)
         except OSError as error:
             raise not_taken(self._directory, error) from error
+        self._spans[path] = (self._used_bytes, packed.nbytes)
+        self._used_bytes += packed.nbytes
 
     def packed(self, target: Target, values: Tensor, otherwise: str) -> tuple[Form, Tensor]:
         """The form and the bytes of ``target``: fitted to its inputs where it was calibrated, else packed as
@@ -70,7 +72,7 @@ class Fitted:
         if span is None:
             return form, target.pack(values, form)
         self._file.seek(span[0])
-        content = torch.frombuffer(bytearray(self._file.read(span[1])), dtype=torch.uint8)
+        content = torch.from_numpy(np.fromfile(self._file, np.uint8, span[1]))
         return form, content.view(target.shape(form))
 
     def close(self) -> None:

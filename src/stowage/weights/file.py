@@ -156,6 +156,13 @@ def mark_of(fd: int) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
+def pwrite_all(fd: int, content: bytes | memoryview, offset: int) -> None:
+    """Write all of ``content``, bytes, at ``offset``: one call may take a part of it. Raises OSError."""
+    done = 0
+    while done < len(content):
+        done += os.pwrite(fd, content[done:], offset + done)
+
+
 def safetensors_header(fd: int) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file, and the offset at which its tensors begin. Its length is checked before memory
     is allocated for it. Raises OSError and ValueError.

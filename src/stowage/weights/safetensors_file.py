@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stowage.errors import StorageError, UnsupportedModelError
 from stowage.weights.checkpoint import DTYPES, READ_AS_BYTES
+from stowage.weights.file import pwrite_all
 from stowage.weights.parameter_location import memory_of
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items() if name != READ_AS_BYTES}
@@ -49,7 +50,7 @@ class SafetensorsFile:
 
     def write(self, content: bytes | memoryview, offset: int) -> None:
         """Write bytes ``offset`` bytes behind the first tensor's begin. `add` says which tensor they are."""
-        self._write(content, self.data_at + offset)
+        pwrite_all(self._fd, content, self.data_at + offset)
 
     def add(self, name: str, dtype: str, shape: Sequence[int], nbytes: int) -> None:
         """The next ``nbytes`` bytes are a tensor of the safetensors type ``dtype``."""
@@ -62,7 +63,7 @@ class SafetensorsFile:
         header = json.dumps({"__metadata__": metadata, **self.entries}, separators=(",", ":")).encode()
         room = self.data_at - 8
         assert len(header) <= room
-        self._write(room.to_bytes(8, "little") + header.ljust(room), 0)
+        pwrite_all(self._fd, room.to_bytes(8, "little") + header.ljust(room), 0)
         os.ftruncate(self._fd, self.data_at + self.nbytes)
         os.fsync(self._fd)
 
@@ -71,8 +72,3 @@ class SafetensorsFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def _write(self, content: bytes | memoryview, at: int) -> None:
-        done = 0
-        while done < len(content):
-            done += os.pwrite(self._fd, content[done:], at + done)

@@ -17,7 +17,7 @@ from stowage.core.geometry import ALIGNMENT_BYTES, round_up
 from stowage.errors import BudgetError, StorageError
 from stowage.native.memory import address_of
 from stowage.weights.checkpoint import Segment
-from stowage.weights.file import File, open_direct
+from stowage.weights.file import File, open_direct, pwrite_all
 
 _WRITTEN_BYTES = 8 << 20
 _ELSEWHERE = "Name a directory that has room for them with disk, as DIR:SIZE."
@@ -78,10 +78,7 @@ class ScratchFile:
             )
         try:
             for at in range(0, raw.nbytes, _WRITTEN_BYTES):
-                part = raw[at : at + _WRITTEN_BYTES].data
-                done = 0
-                while done < part.nbytes:
-                    done += os.pwrite(self.file.fd, part[done:], offset + at + done)
+                pwrite_all(self.file.fd, raw[at : at + _WRITTEN_BYTES].data, offset + at)
             os.ftruncate(self.file.fd, end)
         except OSError as error:
             raise StorageError(

@@ -15,6 +15,7 @@ from typing import Final
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import StorageError
 from stowage.native.memory import address_of
+from stowage.weights.file import pwrite_all
 
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
@@ -59,7 +60,7 @@ class Frames:
             self._frames = os.memfd_create("stowage-experts", os.MFD_CLOEXEC)
             os.ftruncate(self._frames, count * frame_bytes)
             self._offloaded = os.memfd_create("stowage-away", os.MFD_CLOEXEC)
-            _write_all(self._offloaded, b"\xff" * frame_bytes)
+            pwrite_all(self._offloaded, b"\xff" * frame_bytes, 0)
         except OSError as error:
             self.close()
             raise StorageError(f"no memory for a cache of experts: {error.strerror}.") from error
@@ -109,9 +110,3 @@ def _system_mmap() -> ctypes._NamedFuncPointer:
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
     function.restype = ctypes.c_void_p
     return function
-
-
-def _write_all(fd: int, content: bytes) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(fd, content[done:], done)
