@@ -46,8 +46,8 @@ def test_budgets_that_run_would_refuse_are_refused_here(call: Stowage) -> None:
     assert result.exit_code == 2 and "give it a size" in result.stderr
 
 
-def test_stop_may_be_given_more_than_once(call: Stowage) -> None:
-    assert json.loads(call("config", "show", "--stop", "a", "--stop", "b", "--json").stdout)["stop"]["value"] == [
-        "a",
-        "b",
-    ]
+@pytest.mark.parametrize("flag", ["--stop", "--allowed-origins"])
+def test_a_list_is_given_flag_by_flag_or_in_one(call: Stowage, flag: str) -> None:
+    for given in ((flag, "a", flag, "b"), (flag, '["a", "b"]')):
+        found = json.loads(call("config", "show", *given, "--json").stdout)
+        assert found[flag[2:].replace("-", "_")]["value"] == ["a", "b"]

@@ -1,6 +1,7 @@
 """Which source of a setting wins, and what happens to misspelt ones."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -59,6 +60,27 @@ def test_every_kind_of_value_reads_the_same_from_file_and_environment(tmp_path: 
     assert from_file.memory() == from_environment.memory()
     assert from_file.sampling()["stop"] == ("\n",) and from_file["deterministic"] is True
     assert load_settings({"deterministic": False}, environ)["deterministic"] is False
+
+
+@pytest.mark.parametrize("name", ["stop", "allowed_origins"])
+def test_every_list_is_written_in_the_same_ways(name: str, tmp_path: Path) -> None:
+    two, variable = ("https://a.example", "https://b.example"), f"STOWAGE_{name.upper()}"
+    file = written(tmp_path, f"{name} = {json.dumps(two)}\n")
+    ways = [
+        load_settings({}, {}, file),
+        load_settings({}, {variable: json.dumps(two)}),
+        load_settings({name: json.dumps(two)}, {}),
+        load_settings({name: list(two)}, {}),
+    ]
+    assert [way[name] for way in ways] == [two] * 4
+    assert load_settings({}, {variable: two[0]})[name] == two[:1]
+    with pytest.raises(ConfigError, match="not text or a list of texts"):
+        load_settings({}, {}, written(tmp_path, f"{name} = [5]\n"))
+
+
+@pytest.mark.parametrize("text", ["[INST]", "[1]", '["a', "[" * 100_000, "a, b"])
+def test_a_stop_that_is_no_list_of_texts_is_a_text(text: str) -> None:
+    assert load_settings({}, {"STOWAGE_STOP": text})["stop"] == (text,)
 
 
 def test_a_switch_that_may_be_left_to_the_program() -> None:

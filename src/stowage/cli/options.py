@@ -84,7 +84,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
         @functools.wraps(command)
         def wrapper(**given: Any) -> None:
-            flags = {name: given.pop(name) or None if name == "stop" else given.pop(name) for name in names}
+            flags = {name: _once(given.pop(name)) for name in names}
             path = given.pop("config")
             del given["debug"]
             settings = load_settings(flags, os.environ, path or find_config(os.environ))
@@ -106,8 +106,15 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     return decorate
 
 
+def _once(given: Any) -> Any:
+    """What a flag was given, for all that may be repeated a list: what came once is read as from the environment."""
+    if not isinstance(given, list):
+        return given
+    return None if not given else given[0] if len(given) == 1 else given
+
+
 def _flag(setting: Setting) -> inspect.Parameter:
-    kind: Any = list[str] | None if setting.name == "stop" else str | None
+    kind: Any = list[str] | None if setting.default == () else str | None
     default = "" if setting.default in (None, "", (), {}, False, 0) else f" [default: {setting.default}]"
     name = flag_of(setting.name)
     if isinstance(setting.default, bool):

@@ -55,7 +55,7 @@ def serve(
     settings.memory()  # what is wrong is told before the model is loaded
     from stowage.server import auth, listen
     from stowage.server.limits import Limits
-    from stowage.server.served_model import ServedModel, origins
+    from stowage.server.served_model import ServedModel
 
     limits = Limits(**{item.name: settings[item.name] for item in fields(Limits)})
     path = settings["api_key_file"]
@@ -67,7 +67,7 @@ def serve(
             "it. Give --api-key-file FILE (or STOWAGE_API_KEYS), or --host 127.0.0.1. --insecure serves everybody."
         )
     name = settings["served_model_name"] or _name_of(model)
-    pages = origins(settings["allowed_origins"])
+    pages = settings["allowed_origins"]
     if is_embedding_model(Path(model).expanduser()):
         _serve_embeddings(_embedder(model, name, settings), pages, address, limits, keys, json=json)
         return

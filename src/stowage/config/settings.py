@@ -8,7 +8,6 @@ Imports only the standard library and its neighbours, so the command line can sh
 """
 
 import difflib
-import re
 import tomllib
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, fields
@@ -16,90 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from stowage.config.addresses import PASSWORD_VARIABLE, shown
-from stowage.config.memory import AUTO, COMPRESSIONS, POLICIES, SIZE_FIX, Memory, parse_tokens
+from stowage.config.memory import AUTO, COMPRESSIONS, POLICIES, Memory
 from stowage.config.names import advice_for
 from stowage.config.spelling import ENVIRONMENT_PREFIX, flag_of, spelled, variable_of
-from stowage.config.wording import shown_value, unknown_name
+from stowage.config.values import (
+    as_addresses,
+    as_float,
+    as_int,
+    as_kinds,
+    as_maybe,
+    as_seed,
+    as_size,
+    as_switch,
+    as_text,
+    as_texts,
+    as_tokens,
+)
+from stowage.config.wording import unknown_name
 from stowage.errors import ConfigError
-
-_DIGITS_MAX = 40
-
-
-def _digits(text: str) -> int:
-    if len(text) > _DIGITS_MAX:
-        raise ConfigError(f"it has {len(text)} digits: no machine has so many of anything.")
-    return int(text)
-
-
-def _as_size(value: object) -> int | str:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(f"it is {value!r}, not a size. {SIZE_FIX}")
-    return _digits(value) if isinstance(value, str) and value.strip().isdecimal() and value.isascii() else value
-
-
-def _as_text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"it is {shown_value(value)}, not text. Write it in quotes.")
-    return value
-
-
-def _as_int(value: object) -> int:
-    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
-        return _digits(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"it is {value!r}; write a whole number.")
-    return value
-
-
-def _as_tokens(value: object) -> int:
-    """A number of tokens: 0, 4096, 32k."""
-    text = str(value).strip()
-    return parse_tokens(text) if isinstance(value, str) and text.strip("0") else _as_int(value)
-
-
-def _as_float(value: object) -> float:
-    try:
-        if not isinstance(value, bool) and isinstance(value, int | float | str):
-            return float(value)
-    except (ValueError, OverflowError):
-        pass
-    raise ConfigError(f"it is {shown_value(value)}, not a number. Write one, such as 0.5.")
-
-
-def _as_switch(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if isinstance(value, str) and value.strip().lower() in known:
-        return known[value.strip().lower()]
-    raise ConfigError(f"it is {value!r}; write true or false.")
-
-
-def _as_seed(value: object) -> int | None:
-    return None if value is None or value == "" else _as_int(value)
-
-
-def _as_maybe(value: object) -> bool | None:
-    """A switch that may be left to the program."""
-    return None if value is None or value in ("", "auto") else _as_switch(value)
-
-
-def _as_texts(value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    raise ConfigError(f"it is {shown_value(value)}, not text or a list of texts. Write each in quotes.")
-
-
-def _as_kinds(value: object) -> dict[str, int]:
-    if isinstance(value, str):
-        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-        if all(equals for _, equals, _ in pairs):
-            return {name.strip(): _as_int(number) for name, _, number in pairs}
-    if isinstance(value, Mapping):
-        return {str(name): _as_int(number) for name, number in value.items()}
-    raise ConfigError(f"it is {value!r}; write kind=tokens, for example sliding=32,recurrent=512.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,29 +63,29 @@ LOG_GROUP = "Expert settings: log"
 _POLICIES = f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
 
 MEMORY_SETTINGS = (
-    Setting("device_memory", 0, _as_size, "SIZE", "weights, KV cache and activations; 0: no limit"),
-    Setting("kv_cache_memory", AUTO, _as_size, "SIZE", "KV cache of the model"),
-    Setting("host_memory", AUTO, _as_size, "SIZE", "prefixes in host memory; 0: off"),
-    Setting("disk", "", _as_text, "DIR:SIZE", "prefixes on disk, as ~/.cache/stowage:20GiB"),
-    Setting("max_model_len", 0, _as_tokens, "N", "longest prompt and answer; 0: what fits"),
-    Setting("max_num_seqs", 16, _as_int, "N", "most sequences computed at a time"),
-    Setting("eviction_policy", POLICIES[0], _as_text, "NAME", f"what leaves host memory: {_POLICIES}", _CACHE),
-    Setting("block_size", 16, _as_int, "N", "tokens of one block", _CACHE),
+    Setting("device_memory", 0, as_size, "SIZE", "weights, KV cache and activations; 0: no limit"),
+    Setting("kv_cache_memory", AUTO, as_size, "SIZE", "KV cache of the model"),
+    Setting("host_memory", AUTO, as_size, "SIZE", "prefixes in host memory; 0: off"),
+    Setting("disk", "", as_text, "DIR:SIZE", "prefixes on disk, as ~/.cache/stowage:20GiB"),
+    Setting("max_model_len", 0, as_tokens, "N", "longest prompt and answer; 0: what fits"),
+    Setting("max_num_seqs", 16, as_int, "N", "most sequences computed at a time"),
+    Setting("eviction_policy", POLICIES[0], as_text, "NAME", f"what leaves host memory: {_POLICIES}", _CACHE),
+    Setting("block_size", 16, as_int, "N", "tokens of one block", _CACHE),
     Setting(
         "group_block_size",
         {},
-        _as_kinds,
+        as_kinds,
         "KIND=N,...",
         "the same for a kind of group, as sliding=32,recurrent=512",
         _CACHE,
     ),
-    Setting("chunk_blocks", 4, _as_int, "N", "blocks of one chunk, the unit that is stored and loaded", _CACHE),
-    Setting("snapshot_tokens", 512, _as_int, "N", "tokens between snapshots of recurrent state", _CACHE),
-    Setting("load_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for a load before it is recomputed", _CACHE),
+    Setting("chunk_blocks", 4, as_int, "N", "blocks of one chunk, the unit that is stored and loaded", _CACHE),
+    Setting("snapshot_tokens", 512, as_int, "N", "tokens between snapshots of recurrent state", _CACHE),
+    Setting("load_timeout_s", 30.0, as_float, "SECONDS", "longest wait for a load before it is recomputed", _CACHE),
     Setting(
         "host_packed",
         0,
-        _as_size,
+        as_size,
         "SIZE",
         "how much of host memory keeps chunks packed, to the bit, in two thirds of their bytes, as 80%",
         _CACHE,
@@ -160,7 +93,7 @@ MEMORY_SETTINGS = (
     Setting(
         "compression",
         COMPRESSIONS[0],
-        _as_text,
+        as_text,
         "WHEN",
         "chunks at rest in fewer bytes, to the bit: auto (where loads get no slower), on or off",
         _CACHE,
@@ -168,90 +101,95 @@ MEMORY_SETTINGS = (
     Setting(
         "disk_protection",
         "checksum",
-        _as_text,
+        as_text,
         "METHOD",
         "chunks on disk: checksum, blake3 (tamper-evident) or aes-256-gcm (encrypted)",
         _CACHE,
     ),
-    Setting("disk_key_file", "", _as_text, "FILE", "keys of disk_protection, made by `stowage key new FILE`", _CACHE),
-    Setting("valkey", "", _as_text, "URL", "Valkey or Redis server, as redis://host:6379/0", _SHARED, shown),
-    Setting("valkey_ttl_s", 86_400.0, _as_float, "SECONDS", "how long it keeps what nobody uses; 0: for ever", _SHARED),
-    Setting("valkey_password_file", "", _as_text, "FILE", "its password, in the first line of a file", _SHARED),
-    Setting("object", "", _as_text, "URL", "object store, as s3://bucket/prefix", _SHARED, shown),
-    Setting("object_limit", 0, _as_size, "SIZE", "objects that this process keeps there; 0: no limit", _SHARED),
-    Setting("lookup_timeout_s", 0.5, _as_float, "SECONDS", "longest wait for a store to say what it has", _SHARED),
+    Setting("disk_key_file", "", as_text, "FILE", "keys of disk_protection, made by `stowage key new FILE`", _CACHE),
+    Setting("valkey", "", as_text, "URL", "Valkey or Redis server, as redis://host:6379/0", _SHARED, shown),
+    Setting("valkey_ttl_s", 86_400.0, as_float, "SECONDS", "how long it keeps what nobody uses; 0: for ever", _SHARED),
+    Setting("valkey_password_file", "", as_text, "FILE", "its password, in the first line of a file", _SHARED),
+    Setting("object", "", as_text, "URL", "object store, as s3://bucket/prefix", _SHARED, shown),
+    Setting("object_limit", 0, as_size, "SIZE", "objects that this process keeps there; 0: no limit", _SHARED),
+    Setting("lookup_timeout_s", 0.5, as_float, "SECONDS", "longest wait for a store to say what it has", _SHARED),
     Setting(
         "weights",
         "auto",
-        _as_text,
+        as_text,
         "RULES",
         "where weights lie: auto, or PATTERN=resident|mapped|prefetch|stream|experts,...",
         _COMPUTE,
     ),
-    Setting("max_num_batched_tokens", 1024, _as_int, "N", "most tokens computed in one step", _COMPUTE),
+    Setting("max_num_batched_tokens", 1024, as_int, "N", "most tokens computed in one step", _COMPUTE),
 )
 SAMPLING_SETTINGS = (
-    Setting("max_new_tokens", 128, _as_int, "N", "most tokens to generate", letter="n"),
-    Setting("temperature", 0.0, _as_float, "X", "randomness of the answer; 0: greedy"),
-    Setting("top_k", 0, _as_int, "K", "sample among the k likeliest tokens; 0: all", _SAMPLING),
-    Setting("top_p", 1.0, _as_float, "P", "sample among the likeliest tokens that sum to this probability", _SAMPLING),
-    Setting("min_p", 0.0, _as_float, "P", "leave out tokens below this share of the likeliest one's", _SAMPLING),
-    Setting("seed", None, _as_seed, "N", "seed of the sampler; unset: a new one for each request", _SAMPLING),
-    Setting("stop", (), _as_texts, "TEXT", "a text that ends the answer; repeatable", _SAMPLING),
-    Setting("logprobs", 0, _as_int, "N", "log-probabilities to return per token", _SAMPLING),
+    Setting("max_new_tokens", 128, as_int, "N", "most tokens to generate", letter="n"),
+    Setting("temperature", 0.0, as_float, "X", "randomness of the answer; 0: greedy"),
+    Setting("top_k", 0, as_int, "K", "sample among the k likeliest tokens; 0: all", _SAMPLING),
+    Setting("top_p", 1.0, as_float, "P", "sample among the likeliest tokens that sum to this probability", _SAMPLING),
+    Setting("min_p", 0.0, as_float, "P", "leave out tokens below this share of the likeliest one's", _SAMPLING),
+    Setting("seed", None, as_seed, "N", "seed of the sampler; unset: a new one for each request", _SAMPLING),
+    Setting("stop", (), as_texts, "TEXT", "a text that ends the answer; repeatable", _SAMPLING),
+    Setting("logprobs", 0, as_int, "N", "log-probabilities to return per token", _SAMPLING),
 )
 SERVER_SETTINGS = (
-    Setting("host", "127.0.0.1", _as_text, "ADDRESS", "address to listen on"),
-    Setting("port", 8000, _as_int, "N", "port to listen on; 0: any"),
-    Setting("api_key_file", "", _as_text, "FILE", "API keys, one per line; none: everybody may ask"),
-    Setting("served_model_name", "", _as_text, "NAME", "the model's name for clients; empty: MODEL's own"),
-    Setting("tool_call_parser", "auto", _as_text, "NAME", "how the model writes calls, as hermes; auto", SERVER_GROUP),
-    Setting("reasoning_parser", "auto", _as_text, "NAME", "how it writes thoughts, as qwen3; auto; none", SERVER_GROUP),
-    Setting("allowed_origins", "", _as_text, "LIST", "web pages that may ask, as https://chat.example", SERVER_GROUP),
-    Setting("max_body_size", "8MiB", _as_size, "SIZE", "largest body of a request", SERVER_GROUP),
-    Setting("max_prompt_tokens", 0, _as_int, "N", "longest prompt; 0: what fits", SERVER_GROUP),
-    Setting("max_choices", 128, _as_int, "N", "most choices (prompts times n) of one request", SERVER_GROUP),
+    Setting("host", "127.0.0.1", as_text, "ADDRESS", "address to listen on"),
+    Setting("port", 8000, as_int, "N", "port to listen on; 0: any"),
+    Setting("api_key_file", "", as_text, "FILE", "API keys, one per line; none: everybody may ask"),
+    Setting("served_model_name", "", as_text, "NAME", "the model's name for clients; empty: MODEL's own"),
+    Setting("tool_call_parser", "auto", as_text, "NAME", "how the model writes calls, as hermes; auto", SERVER_GROUP),
+    Setting("reasoning_parser", "auto", as_text, "NAME", "how it writes thoughts, as qwen3; auto; none", SERVER_GROUP),
+    Setting(
+        "allowed_origins",
+        (),
+        as_addresses,
+        "ORIGIN",
+        "web pages that may ask, as https://chat.example; repeatable",
+        SERVER_GROUP,
+    ),
+    Setting("max_body_size", "8MiB", as_size, "SIZE", "largest body of a request", SERVER_GROUP),
+    Setting("max_prompt_tokens", 0, as_int, "N", "longest prompt; 0: what fits", SERVER_GROUP),
+    Setting("max_choices", 128, as_int, "N", "most choices (prompts times n) of one request", SERVER_GROUP),
     Setting(
         "max_queued_requests",
         128,
-        _as_int,
+        as_int,
         "N",
         "most requests that wait (each choice of one counts); more are answered with 429",
         SERVER_GROUP,
     ),
-    Setting("request_timeout_s", 600.0, _as_float, "SECONDS", "longest time for one request", SERVER_GROUP),
-    Setting("max_connections", 1024, _as_int, "N", "most connections at the same time", SERVER_GROUP),
-    Setting("request_memory", "256MiB", _as_size, "SIZE", "bodies, their reading, answers not sent yet", SERVER_GROUP),
+    Setting("request_timeout_s", 600.0, as_float, "SECONDS", "longest time for one request", SERVER_GROUP),
+    Setting("max_connections", 1024, as_int, "N", "most connections at the same time", SERVER_GROUP),
+    Setting("request_memory", "256MiB", as_size, "SIZE", "bodies, their reading, answers not sent yet", SERVER_GROUP),
     Setting(
         "reading_timeout_s",
         30.0,
-        _as_float,
+        as_float,
         "SECONDS",
         "processor time for one client's long prompts, of each minute",
         SERVER_GROUP,
     ),
-    Setting("max_header_size", "16KiB", _as_size, "SIZE", "largest head of a request", SERVER_GROUP),
-    Setting("header_timeout_s", 10.0, _as_float, "SECONDS", "longest wait for the head of a request", SERVER_GROUP),
-    Setting("body_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for the body of a request", SERVER_GROUP),
-    Setting(
-        "stall_timeout_s", 30.0, _as_float, "SECONDS", "longest wait for a client that reads nothing", SERVER_GROUP
-    ),
-    Setting("keep_alive_s", 75.0, _as_float, "SECONDS", "how long an idle connection stays open", SERVER_GROUP),
-    Setting("shutdown_timeout_s", 30.0, _as_float, "SECONDS", "how long requests may go on at the end", SERVER_GROUP),
-    Setting("max_reopens", 0, _as_int, "N", "times that an engine which failed is opened again", SERVER_GROUP),
+    Setting("max_header_size", "16KiB", as_size, "SIZE", "largest head of a request", SERVER_GROUP),
+    Setting("header_timeout_s", 10.0, as_float, "SECONDS", "longest wait for the head of a request", SERVER_GROUP),
+    Setting("body_timeout_s", 30.0, as_float, "SECONDS", "longest wait for the body of a request", SERVER_GROUP),
+    Setting("stall_timeout_s", 30.0, as_float, "SECONDS", "longest wait for a client that reads nothing", SERVER_GROUP),
+    Setting("keep_alive_s", 75.0, as_float, "SECONDS", "how long an idle connection stays open", SERVER_GROUP),
+    Setting("shutdown_timeout_s", 30.0, as_float, "SECONDS", "how long requests may go on at the end", SERVER_GROUP),
+    Setting("max_reopens", 0, as_int, "N", "times that an engine which failed is opened again", SERVER_GROUP),
 )
 
 
 def _compute_switch(name: str, about: str) -> Setting:
-    return Setting(name, False, _as_switch, "", about, _COMPUTE)
+    return Setting(name, False, as_switch, "", about, _COMPUTE)
 
 
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
         *MEMORY_SETTINGS,
-        Setting("device", "", _as_text, "NAME", "what computes: cpu (the default), cuda, cuda:1"),
-        Setting("dtype", "auto", _as_text, "TYPE", "float32, bfloat16 or float16"),
+        Setting("device", "", as_text, "NAME", "what computes: cpu (the default), cuda, cuda:1"),
+        Setting("dtype", "auto", as_text, "TYPE", "float32, bfloat16 or float16"),
         _compute_switch(
             "deterministic",
             "do not start where answers cannot be exact: the same to the bit from every tier and in every batch",
@@ -264,12 +202,12 @@ SETTINGS: dict[str, Setting] = {
             "round activations to 8 bits for integer weights: quicker, and not the published weights' answers",
         ),
         Setting(
-            "cuda_graphs", None, _as_maybe, "on|off", "replay decode steps as CUDA graphs; unset: if possible", _COMPUTE
+            "cuda_graphs", None, as_maybe, "on|off", "replay decode steps as CUDA graphs; unset: if possible", _COMPUTE
         ),
         *SAMPLING_SETTINGS,
         *SERVER_SETTINGS,
-        Setting("log_format", "text", _as_text, "STYLE", "lines on stderr about trouble: text or json", LOG_GROUP),
-        Setting("log_level", "warning", _as_text, "LEVEL", "least level: debug, info, warning, error", LOG_GROUP),
+        Setting("log_format", "text", as_text, "STYLE", "lines on stderr about trouble: text or json", LOG_GROUP),
+        Setting("log_level", "warning", as_text, "LEVEL", "least level: debug, info, warning, error", LOG_GROUP),
     )
 }
 

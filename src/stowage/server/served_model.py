@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,16 +43,3 @@ class ServedModel:
         for origin in self.allowed_origins:
             if origin != "*" and ("://" not in origin or origin.endswith("/")):
                 raise ConfigError(f"allowed_origins has {origin!r}: write https://HOST, https://HOST:PORT or *.")
-
-
-def origins(text: str) -> tuple[str, ...]:
-    """The origins in a setting: separated by commas, or a JSON list, as vLLM has it. Raises ConfigError."""
-    if not text.strip().startswith("["):
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"allowed_origins is no JSON list: {error}. Or separate origins by commas.") from error
-    if not all(isinstance(item, str) for item in found):
-        raise ConfigError("allowed_origins must be texts, as https://HOST.")
-    return tuple(found)
