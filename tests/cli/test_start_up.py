@@ -12,6 +12,7 @@ import pytest
 
 import stowage
 from stowage.testing import tiny_models
+from tests.ports import free_port
 
 _RUN = """
 import sys
@@ -62,6 +63,22 @@ def test_a_plan_leaves_the_compiler_out(tmp_path: Path) -> None:
     done = subprocess.run(program, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "loaded"
+
+
+_NO_HUB = """
+import sys
+from stowage.cli import main
+sys.argv = ["stowage", "plan", "somebody/some-model", "--machine", "typical-cpu"]
+try: main()
+except SystemExit as end: print(end.code, *{"torch", "transformers"} & set(sys.modules))
+"""
+
+
+def test_a_plan_asks_the_hub_before_anything_slow_is_imported(tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": str(Path(stowage.__file__).parents[1]), "HOME": str(tmp_path)}
+    nobody = environment | {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
+    done = subprocess.run([sys.executable, "-c", _NO_HUB], env=nobody, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "2\n" and "cannot be reached" in done.stderr
 
 
 _END = """

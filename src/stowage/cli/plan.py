@@ -63,13 +63,13 @@ def plan(
 
     From the config alone, without weights. Sizes as 24GiB or 30% of this machine's memory.
     """
-    from stowage.models.hub import find_config, find_gguf, is_gguf, is_here
+    from stowage.models.hub import find_config, find_gguf, is_gguf
     from stowage.models.quick_import import import_transformers
 
-    gguf = find_gguf(model)
-    path = gguf or Path(model).expanduser()
-    if is_here(model) and not is_gguf(path) and not (path.is_dir() and any(path.glob("*.gguf"))):
-        find_config(model)  # what is not there is told before anything slow is imported
+    path = find_gguf(model) or Path(model).expanduser()
+    if not is_gguf(path) and not (path.is_dir() and any(path.glob("*.gguf"))):
+        config = find_config(model)  # what is not there is told before anything slow is imported
+        path = path if path.is_dir() else config
     import_transformers()
     from stowage.planner.model import read_model
     from stowage.planner.picture import draw
@@ -78,7 +78,7 @@ def plan(
     from stowage.planner.solve import Placements, solve
 
     quiet_libraries()
-    found = read_model(gguf or model, dtype)
+    found = read_model(path, dtype)
     work = Workload(
         read_as("--max-model-len", parse_tokens, max_model_len),
         max_num_seqs,
@@ -89,7 +89,7 @@ def plan(
     budgets = _budgets(found, model, device_memory, host_memory, disk)
     on = _machine(machine)
     if on.has_device and dtype == "auto":
-        found = read_model(gguf or model, dtype, on_cpu=False)
+        found = read_model(path, dtype, on_cpu=False)
     if found.formats or int8_activations:
         found = _with_formats(found, on, int8=int8_activations)
     solution = solve(found, on, budgets, work)
