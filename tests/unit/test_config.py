@@ -16,6 +16,7 @@ from stowage.config.memory import (
     parse_tokens,
     ram_total_bytes,
 )
+from stowage.config.wording import shown_value
 from stowage.errors import ConfigError
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -244,3 +245,8 @@ def test_numbers_of_tokens(text: str, tokens: int) -> None:
 def test_bad_numbers_of_tokens(text: str) -> None:
     with pytest.raises(ConfigError, match="number of tokens"):
         parse_tokens(text)
+
+
+@pytest.mark.parametrize("value", [10**40, [10**5000], {"a": -(10**5000)}, "x" * 10**6, list(range(1000))])
+def test_a_message_shows_any_value_in_few_words(value: object) -> None:
+    assert 0 < len(shown_value(value)) < 60

@@ -11,7 +11,10 @@ def shown_value(value: object) -> str:
     """What a message says of a value that may be anything, of any length."""
     if isinstance(value, int) and abs(value) > _NUMBER_MAX:
         return "a very large number"
-    return reprlib.repr(value)
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # it holds a number that is too large to be written
+        return f"a {type(value).__name__} with a very large number"
 
 
 def unknown_name(what: str, name: str, valid: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from stowage.config.arguments import items_of
+from stowage.config.wording import shown_value
 from stowage.errors import RequestError
 
 LOGPROBS_MAX = 50
@@ -25,7 +26,6 @@ STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 """What an answer can be asked to be."""
 STRUCTURE_CHARACTERS_MAX = 1 << 18
 """Of a schema or grammar."""
-_SHOWN_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _structure(name: str, value: Any) -> str:
     """A structure as text. Raises RequestError."""
     if name == "json_object":
         if value is not True:
-            raise RequestError(f"structured_outputs.json_object must be true or false, not {_shown(value)}.")
+            raise RequestError(f"structured_outputs.json_object must be true or false, not {shown_value(value)}.")
         return ""
     if name == "choice":
         choices = _listed("structured_outputs.choice", value, str, "texts")
@@ -88,7 +88,7 @@ def _structure(name: str, value: Any) -> str:
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"structured_outputs.json is no JSON schema: {error}.") from error
     if not isinstance(value, str):
-        raise RequestError(f"structured_outputs.{name} must be text, not {_shown(value)}.")
+        raise RequestError(f"structured_outputs.{name} must be text, not {shown_value(value)}.")
     return value
 
 
@@ -155,11 +155,11 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise RequestError(
-                f"structured_outputs must be StructuredOutputs or None, not {_shown(self.structured_outputs)}."
+                f"structured_outputs must be StructuredOutputs or None, not {shown_value(self.structured_outputs)}."
             )
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}.")
+                raise RequestError(f"{name} must be true or false, not {shown_value(getattr(self, name))}.")
         problems = {
             f"max_new_tokens must be at least 1, not {self.max_new_tokens}": self.max_new_tokens < 1,
             f"temperature must be a finite number from 0, not {self.temperature}": not 0 <= self.temperature < math.inf,
@@ -201,7 +201,7 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
     """Pairs of a token and what is added to its logit. Raises RequestError."""
     items = items_of(values.items() if isinstance(values, Mapping) else values)
     if items is None or not all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
-        raise RequestError(f"logit_bias must be numbers by token, not {_shown(values)}.")
+        raise RequestError(f"logit_bias must be numbers by token, not {shown_value(values)}.")
     return tuple((_whole("a token of logit_bias", token), _number("logit_bias", value)) for token, value in items)
 
 
@@ -211,34 +211,26 @@ def _whole(name: str, value: Any) -> int:
         whole = int(value)
         if -(1 << 63) <= whole < 1 << 63:
             return whole
-    raise RequestError(f"{name} must be a whole number, not {_shown(value)}.")
+    raise RequestError(f"{name} must be a whole number, not {shown_value(value)}.")
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise RequestError(f"{name} must be a number, not {_shown(value)}.")
+        raise RequestError(f"{name} must be a number, not {shown_value(value)}.")
     try:
         return float(value)
     except OverflowError as error:
-        raise RequestError(f"{name} must be a finite number, not {_shown(value)}.") from error
+        raise RequestError(f"{name} must be a finite number, not {shown_value(value)}.") from error
 
 
 def _listed(name: str, values: Any, kind: type, wanted: str) -> tuple[Any, ...]:
     """``values`` as a tuple. Raises RequestError."""
     items = items_of(values)
     if items is None:
-        raise RequestError(f"{name} must be a sequence of {wanted}, not {_shown(values)}.")
+        raise RequestError(f"{name} must be a sequence of {wanted}, not {shown_value(values)}.")
     wrong = [
         item for item in items if isinstance(item, bool) or not isinstance(item, Integral if kind is int else kind)
     ]
     if wrong:
-        raise RequestError(f"{name} must be a sequence of {wanted}; it holds {_shown(wrong[0])}.")
+        raise RequestError(f"{name} must be a sequence of {wanted}; it holds {shown_value(wrong[0])}.")
     return items if kind is str else tuple(int(item) for item in items)
-
-
-def _shown(value: Any) -> str:
-    """What a message says of a value that may be anything."""
-    if isinstance(value, int) and not -(1 << 64) < value < 1 << 64:
-        return "a very large number"
-    text = repr(value) if isinstance(value, int | float | str | bytes | None) else f"a {type(value).__name__}"
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
