@@ -28,6 +28,7 @@ from benchmarks._report import read_result, write_result
 from stowage import Engine, Memory
 from stowage.demo import corpus
 from stowage.evaluation import calibration, pack
+from stowage.evaluation import perplexity as scoring
 
 OURS: Final = {
     "int8": "int8",
@@ -100,7 +101,7 @@ def quantised(way: str, plain: Path, out: Path) -> float:
 
 def perplexity(model: Path, tokenizer: Any, ids: list[int]) -> float:
     with Engine(model, MEMORY, dtype="bfloat16", tokenizer=tokenizer) as engine:
-        total, scored = pack.score(engine, ids)
+        total, scored = scoring.score(engine, ids)
     return math.exp(total / scored)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from stowage.demo import corpus
-from stowage.evaluation import calibration
+from stowage.evaluation import calibration, perplexity
 from stowage.evaluation import pack as packing
-from stowage.evaluation.pack import Perplexity
+from stowage.weights.quantized import writer
 from tests.cli.conftest import SOURCE, Stowage, invoke, own_log
 
 KEYS = {
@@ -158,6 +158,16 @@ def test_what_cannot_be_scored_is_said_before_anything_is_packed(
         assert "--eval-tokens" in done.stderr
 
 
+def test_a_budget_that_cannot_be_scored_under_is_told_before_anything_is_packed(
+    call: Stowage, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "write", lambda *_: pytest.fail("packed"))
+    done = call("pack", tiny_llama, tmp_path / "out", "--device-memory", "100KiB")
+    assert done.exit_code == 2
+    assert "give --device-memory at least" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_much_worse_or_was_not_scored_has_no_name(
     call: Stowage, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,13 +176,13 @@ def test_what_is_much_worse_or_was_not_scored_has_no_name(
     for after, stays in ((20.9, True), (21.1, False), (float("nan"), False)):
         seen = []
 
-        def scored(models: tuple[str, str], *_: Any, after: float = after, seen: list[bool] = seen) -> Perplexity:
-            seen.append(out.exists() or not (Path(models[1]) / "config.json").exists())
-            return Perplexity("held-out text", 100, 20.0, after)
+        def scored(model: str, *_: Any, after: float = after, seen: list[bool] = seen) -> tuple[float, int]:
+            seen.append(out.exists() or not (Path(model) / "config.json").exists())
+            return 20.0 if model == str(tiny_llama) else after, 100
 
-        monkeypatch.setattr(packing, "perplexity", scored)
+        monkeypatch.setattr(perplexity, "measure", scored)
         done = call("pack", tiny_llama, out)
-        assert seen == [False]
+        assert seen == [False, False]
         assert (done.exit_code == 0, out.exists()) == (stays, stays), done.output
         assert stays or "--force" in done.stderr
         forced = call("pack", tiny_llama, tmp_path / "forced", "--force")

@@ -58,7 +58,7 @@ def wrapped(inner: Exception) -> Exception:
         (answered(401), "does not take the key that it was given (status 401). Set HF_TOKEN"),
         (answered(429), "has been asked too often (status 429). Wait"),
         (answered(503), "answers with an error of its own (status 503). Try again later"),
-        (OSError(errno.ENOSPC, "No space left on device"), "(No space left on device). Set HF_HOME"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device ("),
         (HFValidationError("Repo id must use ..."), "ids are ORG/NAME"),
         (RuntimeError("Data processing error: CAS service error"), "its client says: "),
     ],

@@ -31,7 +31,7 @@ def test_a_disk_that_fills_while_it_is_written(tmp_path: Path, monkeypatch: pyte
     scratch = ScratchFile(tmp_path, 1 << 20)
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(StorageError, match=f"No space left.*{WAY_OUT}"):
+    with pytest.raises(StorageError, match=rf"No space left on device \(.* free, .*KiB needed\). {WAY_OUT}"):
         scratch.add(np.ones(5000, np.uint8))
     scratch.close()
     assert not list(tmp_path.iterdir()), "it has no name"

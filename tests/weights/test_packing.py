@@ -24,6 +24,7 @@ from stowage.evaluation import pack as packing
 from stowage.evaluation.calibration import Fitted
 from stowage.models import loading
 from stowage.testing import tiny_models
+from stowage.weights import safetensors_file
 from stowage.weights.checkpoint import stored_in
 from stowage.weights.quantized import modules
 from tests.nursery import QUICKLY
@@ -194,6 +195,39 @@ def test_what_no_packing_left_is_never_removed(checkpoints: Callable[..., Path],
     assert (tmp_path / "out" / "config.json").exists()
 
 
+@pytest.mark.parametrize(("form", "fits"), [("int8", False), ("int4", True)])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_room_is_looked_for_before_what_takes_long(
+    family: str,
+    form: str,
+    fits: bool,
+    checkpoints: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of the room that it takes, and no more: what fits is packed."""
+    source, out = str(checkpoints(family)), tmp_path / "out"
+    whole = packing.pack(source, tmp_path / "whole", form).bytes_after
+    shutil.rmtree(tmp_path / "whole")
+    begun: list[int] = []
+
+    def pack(free: int) -> None:
+        monkeypatch.setattr(safetensors_file, "free_bytes", lambda _directory: free)
+        packing.pack(
+            source, out, form, fit=(lambda part: Fitted(part)) if fits else None, begin=lambda: begun.append(free)
+        )
+
+    with pytest.raises(StorageError, match=r"takes .*KiB, and .*KiB are free where .*out lies.*another disk") as raised:
+        pack(whole // 2)
+    assert begun == [] and len(str(raised.value)) <= 400
+    assert list(tmp_path.iterdir()) == []
+    if fits:  # fitted matrices are there twice for a while
+        with pytest.raises(StorageError):
+            pack(whole)
+    pack(2 * whole if fits else whole)
+    assert len(begun) == 1 and (out / modules.FILE).exists()
+
+
 @pytest.mark.parametrize("form", ["int8", "lossless"])
 def test_a_full_disk_is_told_as_one(
     form: str, checkpoints: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -205,7 +239,9 @@ def test_a_full_disk_is_told_as_one(
 
     monkeypatch.setattr(os, "pwrite", full)
     source, out = str(checkpoints("mixtral")), tmp_path / "out"
-    with pytest.raises(StorageError, match=r"out.part does not take the packed weights: No space left .*Free some"):
+    with pytest.raises(
+        StorageError, match=r"out.part does not take the packed weights: No space left on device \(.* free\). Free some"
+    ):
         packing.pack_lossless(source, out) if form == "lossless" else packing.pack(source, out, form)
     assert list(tmp_path.iterdir()) == []
 
@@ -218,7 +254,7 @@ def test_a_disk_that_is_full_while_matrices_are_fitted_is_told_as_one(
     full = Path("/dev/full")
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir, **options: full.open("r+b", **options))
     fitted = Fitted(tmp_path)
-    with pytest.raises(StorageError, match=r"No space left on device. Free some space there, or give"):
+    with pytest.raises(StorageError, match=r"No space left on device \(.* free\). Free some space there, or give"):
         fitted.put("a.matrix", torch.zeros(64, dtype=torch.uint8))
     fitted.close()
 

@@ -4,10 +4,8 @@ Versions are read from the installed packages' metadata, so nothing heavy is imp
 check of direct reads writes one temporary file beside the cache and removes it.
 """
 
-import errno
 import importlib.metadata
 import os
-import shutil
 import stat
 import sys
 import tempfile
@@ -19,7 +17,15 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote, urlsplit
 
 from stowage.config.addresses import shown, valkey_password
-from stowage.config.memory import DISK_PROTECTIONS, Memory, format_size, parse_disk, ram_total_bytes
+from stowage.config.disk_room import DISK_FULL, free_bytes
+from stowage.config.memory import (
+    DISK_PROTECTIONS,
+    Memory,
+    format_size,
+    nearest_directory,
+    parse_disk,
+    ram_total_bytes,
+)
 from stowage.config.settings import Settings
 from stowage.errors import ConfigError, StowageError
 from stowage.extras import EXTRA_OF
@@ -29,7 +35,6 @@ if TYPE_CHECKING:
     from stowage.storage.remote.tier import RemoteTier
 
 _DIRECT_BYTES = 4096
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHARED_S = 5.0
 _DRIVER = Path("/proc/driver/nvidia/version")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -193,9 +198,7 @@ def check_disk(disk: str, spelled: Callable[[str], str]) -> list[Check]:
     owner = check_owner(directory)
     if owner.level == "problem":
         return [owner]
-    existing = directory
-    while not existing.exists():
-        existing = existing.parent
+    existing = nearest_directory(directory)
     return [owner, check_free(directory, existing, limit_bytes), check_direct(existing)]
 
 
@@ -247,10 +250,10 @@ def _holds_other_things(directory: Path) -> bool:
 
 def check_free(directory: Path, existing: Path, limit_bytes: int) -> Check:
     held_bytes = _bytes_below(directory)
-    free_bytes = shutil.disk_usage(existing).free
-    text = f"{format_size(free_bytes)} free, {format_size(held_bytes)} held, limit {format_size(limit_bytes)}"
-    if held_bytes + free_bytes < limit_bytes:
-        below = f", or set the limit below {format_size(held_bytes + free_bytes)}" if held_bytes + free_bytes else ""
+    free = free_bytes(existing)
+    text = f"{format_size(free)} free, {format_size(held_bytes)} held, limit {format_size(limit_bytes)}"
+    if held_bytes + free < limit_bytes:
+        below = f", or set the limit below {format_size(held_bytes + free)}" if held_bytes + free else ""
         return Check("disk space", "note", text, f"Free some{below}.")
     return Check("disk space", "ok", text)
 
@@ -270,7 +273,7 @@ def check_direct(existing: Path) -> Check:
             probe.flush()
             refusal = _refused_direct(probe.name)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in DISK_FULL:
             return Check(name, "note", f"not tried: {existing} is full ({error.strerror})", "Free some room.")
         return Check(
             name, "problem", f"no file can be written in {existing} ({error.strerror})", "Choose another directory."

@@ -1,6 +1,7 @@
 """``stowage pack MODEL DIR``: write a checkpoint again with its weights in fewer bits, and say what that costs."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,8 @@ from stowage.models.files import check_given
 
 if TYPE_CHECKING:
     from stowage.evaluation.calibration import Fitted
-    from stowage.evaluation.pack import Packed, Perplexity
+    from stowage.evaluation.pack import Packed
+    from stowage.evaluation.perplexity import Perplexity
 
 _FORM_USUAL = "int8"
 _FORM = (
@@ -71,7 +73,7 @@ def pack(
         raise ConfigError("--eval-tokens 1 scores nothing, as no token comes before it: give 2 or more, or 0.")
     given = None if text is None else _read(text)
     from stowage.demo import corpus
-    from stowage.evaluation import pack
+    from stowage.evaluation import pack, perplexity
 
     scored, name = (corpus.heldout_text(), "held-out text") if given is None else (given, str(text))
     quiet_libraries()
@@ -94,6 +96,7 @@ def pack(
         note(f"{model} has no tokenizer, so its perplexity is not measured.")
         eval_tokens = 0
     found: Perplexity | None = None
+    before = 0.0
     fit: Callable[[Path], Fitted] | None = None
     with progress_bars(not json) as progress:
         if reads and weights != "int8":
@@ -107,16 +110,25 @@ def pack(
             fit = lambda part: calibration.fit(model, limits, read, form, part, progress)  # noqa: E731
 
         if eval_tokens:
-            pack.refuse_short(model, scored, name, eval_tokens)
+            perplexity.refuse_short(model, scored, name, eval_tokens)
+
+        def measured(what: str, one: str) -> tuple[float, int]:
+            return perplexity.measure(one, limits, scored, name, eval_tokens, partial(progress, what))
+
+        def begin() -> None:  # a budget that cannot work is told before anything is packed
+            nonlocal before
+            if eval_tokens:
+                before, _ = measured("as it was", model)
 
         def judge(part: Path) -> None:
             nonlocal found
             if eval_tokens:
-                found = pack.perplexity((model, str(part)), memory, scored, name, eval_tokens, progress)
+                after, tokens = measured("packed", str(part))
+                found = perplexity.Perplexity(name, tokens, before, after)
                 if not force:
-                    pack.refuse_lossy(directory, found)
+                    perplexity.refuse_lossy(directory, found)
 
-        written = pack.pack(model, directory, weights, group or _GROUP_USUAL, progress, fit, judge)
+        written = pack.pack(model, directory, weights, group or _GROUP_USUAL, progress, fit, judge, begin)
     if json:
         print_json(written.as_json() | {"perplexity": found.as_json() if found else None})
     else:

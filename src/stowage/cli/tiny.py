@@ -8,6 +8,7 @@ import typer
 
 from stowage.cli.options import Debug, Json
 from stowage.cli.output import note, print_json, quiet_libraries
+from stowage.config.disk_room import why_not_written
 from stowage.errors import ConfigError
 
 _FAMILIES = "llama, qwen3, gemma3, llama4, deepseek_v3, qwen3_next, nemotron_h, or another of docs/reference/models.md."
@@ -48,7 +49,7 @@ def tiny(
     except (OSError, SafetensorError) as error:
         if not found:
             shutil.rmtree(directory, ignore_errors=True)
-        why = error.strerror if isinstance(error, OSError) else error
+        why = why_not_written(directory, error) if isinstance(error, OSError) else error
         raise ConfigError(
             f"{directory} cannot be written: {why}. Give a directory that can be, on a disk with room."
         ) from error

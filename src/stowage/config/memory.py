@@ -143,13 +143,17 @@ def _expanded(name: str, text: str) -> Path:
         raise ConfigError(f"The home directory in the {name} {text!r} is not known. Write the full path.") from error
 
 
+def nearest_directory(path: Path) -> Path:
+    """``path``, or its nearest parent that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
 def disk_total_bytes(directory: Path) -> int:
     """Size of the file system that holds ``directory``, or its nearest parent that exists."""
-    existing = directory
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
     try:
-        return shutil.disk_usage(existing).total
+        return shutil.disk_usage(nearest_directory(directory)).total
     except OSError as error:
         raise ConfigError(
             f"The size of the file system of {directory} cannot be read: {error}. Write bytes."

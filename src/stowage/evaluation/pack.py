@@ -1,4 +1,4 @@
-"""``stowage pack``: writes a checkpoint with quantized or losslessly packed weights, and measures its perplexity.
+"""``stowage pack``: writes a checkpoint with quantized or losslessly packed weights.
 
 Owns the directory: it gets its name when it is complete, was loaded and run, and is good enough. Until then it is
 called ``NAME.part``, and its config.json, without which it cannot be loaded, is written last. A part that a killed
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -19,28 +18,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stowage.config.memory import Memory
 from stowage.core.lossless import is_quick
-from stowage.engine.engine import Engine
-from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import ConfigError, DirectoryError, ModelError, UnsupportedModelError
 from stowage.evaluation import runs
 from stowage.evaluation.calibration import Fitted
 from stowage.models import hub, layout, loading
-from stowage.models.directory import has_tokenizer, load_tokenizer, part_of
+from stowage.models.directory import has_tokenizer, part_of
 from stowage.models.files import check_files
+from stowage.models.multimodal import TextPart
+from stowage.models.published.checkpoint import dtype_of, meta_model
 from stowage.weights.loading import Budget
 from stowage.weights.placement import parse_rules
 from stowage.weights.quantized.codes import GROUPS, Form
-from stowage.weights.quantized.modules import FILE, METHOD, VERSION, Target, marked
-from stowage.weights.safetensors_file import not_taken
+from stowage.weights.quantized.modules import FILE, METHOD, VERSION, Target, marked, targets
+from stowage.weights.safetensors_file import check_room, not_taken
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
 _NOT_COPIED = ("config.json", "adapter_config.json")
-_WINDOW_TOKENS = 512
-_GROWTH_MOST = 1.05
 _LOCK = ".packing"
 MIXED = "mixed"
 """Each matrix in 4 bits with many or few scales, in 5 or in 8 bits: the most sensitive get the most."""
@@ -69,19 +67,6 @@ class Packed:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Perplexity:
-    """Perplexity per token over ``tokens`` scored tokens of ``text``, with the original and the packed weights."""
-
-    text: str
-    tokens: int
-    before: float
-    after: float
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 def form_name(weights: str, group: int) -> str:
     """The form of matrices that were not calibrated."""
     return {"int4": f"int4_{group}", "mxfp4": "mxfp4_block", MIXED: "int4_64"}.get(weights, weights)
@@ -95,14 +80,16 @@ def pack(
     progress: Progress = lambda _what, _done, _all: None,
     fit: Callable[[Path], Fitted] | None = None,
     judge: Callable[[Path], None] = lambda _part: None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Packed:
     """Write ``model`` to ``directory``, which is new, with its matrices as ``form`` (int4: in groups of ``group``).
     ``fit``: gives those that are fitted to text, and what form each of them has; its bytes lie in the directory that
-    it is given meanwhile. Without it ``mixed`` is int4 in groups of 64. ``judge`` is given what was written before it
-    has its name; nothing of it stays if that raises.
+    it is given meanwhile. Without it ``mixed`` is int4 in groups of 64. ``begin`` is called before all that takes long,
+    when nothing is known against packing. ``judge`` is given what was written before it has its name; nothing of it
+    stays if that raises.
 
-    Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError, and what ``fit`` and
-    ``judge`` raise.
+    Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError, and what ``begin``,
+    ``fit`` and ``judge`` raise.
     """
     if form not in WEIGHTS:
         raise ConfigError(f"--weights {form} is unknown; choose one of: {', '.join(WEIGHTS)}.")
@@ -117,6 +104,8 @@ def pack(
     from stowage.weights.quantized import writer
 
     otherwise = form_name(form, group)
+    _refuse_full(directory, text, files, otherwise, fits=fit is not None)
+    begin()
     build = partial(loading.load_model, source, text, "auto", {})
     with _part(directory) as part:
         with contextlib.ExitStack() as done:
@@ -194,6 +183,24 @@ def pack_lossless(model: str, directory: Path, progress: Progress = lambda _what
 def _refuse_existing(directory: Path) -> None:
     if directory.exists() or directory.is_symlink():
         raise ConfigError(f"{directory} exists, and nothing is overwritten: give another directory, or remove it.")
+
+
+def _refuse_full(directory: Path, part: TextPart, files: Sequence[Path], form: str, *, fits: bool) -> None:
+    """Raises StorageError where the disk has no room for all matrices in ``form``, and for the others as they are.
+    ``fits``: fitted matrices wait on disk, too.
+    """
+    try:
+        model = meta_model(part, getattr(torch, dtype_of(part.config, files, "auto")))
+    except UnsupportedModelError:  # a class that is not known before it is loaded
+        return
+    found = {target.path: target for target in targets(model)}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    needed = sum(values.nbytes for name, values in model.state_dict().items() if name not in found and name not in tied)
+    for target in found.values():
+        packed = target.form(form)
+        needed += packed.nbytes * max(1, target.experts) * (2 if fits and packed.name != "int8" else 1)
+    with _told(directory):
+        check_room(directory, needed, "what is written while this is packed")
 
 
 def _refuse_quantized(source: Path, config: Any, files: Sequence[Path]) -> None:
@@ -317,17 +324,6 @@ def _prove(part: Path) -> None:
     loaded.weights.close()
 
 
-def refuse_lossy(directory: Path, found: Perplexity) -> None:
-    """Raises ModelError where perplexity has grown by more than 5 %."""
-    if found.after <= _GROWTH_MOST * found.before:
-        return
-    raise ModelError(
-        f"packed, the perplexity of {found.text} grows from {found.before:.2f} to {found.after:.2f} "
-        f"({found.after / found.before - 1:+.1%}), by more than {_GROWTH_MOST - 1:.0%}: {directory} was not written. "
-        "Take --weights int8, mixed with more --bits, or keep it with --force."
-    )
-
-
 def without_tiers(memory: Memory) -> Memory:
     """The budgets of ``memory`` for weights, and no tier for keys and values."""
     budgets = {name: getattr(memory, name) for name in ("device_memory", "host_memory", "weights")}
@@ -339,61 +335,3 @@ def reads_text(model: str) -> bool:
     UnsupportedModelError.
     """
     return has_tokenizer(_checkpoint(model))
-
-
-def refuse_short(model: str, text: str, name: str, tokens_most: int) -> None:
-    """Raises ModelError where `perplexity` would, for too short a text: before all is packed."""
-    _scored_ids(load_tokenizer(_checkpoint(model)), text, name, tokens_most)
-
-
-def _scored_ids(tokenizer: Any, text: str, name: str, tokens_most: int) -> list[int]:
-    ids = list(tokenizer.encode(text))[:tokens_most]
-    if len(ids) < 2:
-        raise ModelError(f"{name} is too short to be scored: give a longer text as --eval, or --eval-tokens 0.")
-    return ids
-
-
-def perplexity(
-    models: tuple[str, str],
-    memory: Memory,
-    text: str,
-    name: str,
-    tokens_most: int,
-    progress: Progress = lambda _what, _done, _all: None,
-) -> Perplexity:
-    """Of ``text`` by both ``models``, under the budgets of ``memory``: in windows of 512 tokens, each scored from its
-    second token on, at most ``tokens_most`` in all. Raises ModelError without a tokenizer or with too short a text,
-    and whatever opening an engine raises.
-    """
-    off = without_tiers(memory)
-    found, scored = [], 0
-    for what, model in zip(("as it was", "packed"), models, strict=True):
-        engine = Engine(model, off)
-        try:
-            if engine.tokenizer is None:
-                raise ModelError(f"{model} has no tokenizer, so text cannot be scored.")
-            ids = _scored_ids(engine.tokenizer, text, name, tokens_most)
-            total, scored = score(engine, ids, partial(progress, what))
-            found.append(math.exp(total / scored))
-        finally:
-            engine.close()
-    return Perplexity(name, scored, *found)
-
-
-def score(
-    engine: Engine, ids: Sequence[int], progress: Callable[[int, int], None] = lambda _done, _all: None
-) -> tuple[float, int]:
-    """Negative log-likelihood of ``ids``, in nats, and the number of scored tokens: in windows of 512 tokens, each
-    scored from its second token on.
-    """
-    length = min(_WINDOW_TOKENS, engine.parts.layout.context_tokens - 1)
-    windows = [w for at in range(0, len(ids), length) if len(w := ids[at : at + length]) > 1]
-    total, scored = 0.0, 0
-    params = SamplingParams(max_new_tokens=1, prompt_logprobs=0)
-    for number, window in enumerate(windows):
-        progress(number, len(windows))
-        (answer,) = engine.generate([list(window)], params)
-        scores = [one.logprob for one in answer.prompt_logprobs or [] if one is not None]
-        total, scored = total - sum(scores), scored + len(scores)
-    progress(len(windows), len(windows))
-    return total, scored

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import re
+from pathlib import Path
 
 import httpx
 from huggingface_hub import constants
@@ -19,6 +20,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from stowage.config.disk_room import DISK_FULL, why_not_written
 from stowage.errors import first_line
 
 TROUBLES = (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError, RuntimeError)
@@ -33,7 +35,7 @@ _STATUS = {
     403: ("does not let this account have it", "Set HF_TOKEN to a key of an account that may"),
     429: ("has been asked too often", "Wait for some minutes, or set HF_TOKEN, which allows more"),
 }
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_DISK = DISK_FULL | {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def why_not(name: str, error: BaseException) -> str:
@@ -81,7 +83,8 @@ def _of_network(found: BaseException, host: str, _name: str) -> str:
 def _of_disk(found: BaseException, _host: str, _name: str) -> str:
     if not isinstance(found, OSError) or found.errno not in _DISK:
         return ""
-    return f"it cannot be written below {constants.HF_HOME} ({found.strerror}). Set HF_HOME to a directory with room."
+    why = why_not_written(Path(constants.HF_HOME), found)
+    return f"it cannot be written below {constants.HF_HOME}: {why}. Set HF_HOME to a directory with room."
 
 
 def _chain(error: BaseException) -> list[BaseException]:

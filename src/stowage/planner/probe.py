@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from stowage.config.memory import nearest_directory
 from stowage.errors import ConfigError, StowageError
 from stowage.models.state_directory import default_state_directory, put_in_place
 from stowage.planner import storage
@@ -106,9 +107,7 @@ def machine_key(directory: Path | None = None) -> str:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "none"
-    where = directory or default_state_directory()
-    while not where.exists() and where != where.parent:
-        where = where.parent
+    where = nearest_directory(directory or default_state_directory())
     cores = len(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return f"{cpu_name()} | {cores} cores | torch {torch} | threads {threads or cores} | device {where.stat().st_dev}"

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from stowage.config.disk_room import free_bytes, why_not_written
+from stowage.config.memory import format_size
 from stowage.errors import StorageError, UnsupportedModelError
 from stowage.weights.checkpoint import DTYPES, READ_AS_BYTES
 from stowage.weights.file import pwrite_all
@@ -22,12 +24,23 @@ from stowage.weights.parameter_location import memory_of
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items() if name != READ_AS_BYTES}
 
 
+_WAY_OUT: Final = "Free some space there, or give a directory on another disk."
+
+
 def not_taken(directory: Path, error: OSError, what: str = "the packed weights", also: str = "") -> StorageError:
     """Of a full disk, most often. ``also``: what else there is to know, a sentence."""
-    return StorageError(
-        f"{directory} does not take {what}: {error.strerror or error}.{also and f' {also}'} Free some space there, or "
-        "give a directory on another disk."
-    )
+    why = why_not_written(directory, error)
+    return StorageError(f"{directory} does not take {what}: {why}.{also and f' {also}'} {_WAY_OUT}")
+
+
+def check_room(directory: Path, nbytes: int, what: str) -> None:
+    """Raises StorageError where ``what``, which takes so many bytes, has no room; and OSError."""
+    free = free_bytes(directory)
+    if free < nbytes:
+        raise StorageError(
+            f"{what} takes {format_size(nbytes)}, and {format_size(free)} are free where {directory} lies. Nothing was "
+            f"written. {_WAY_OUT}"
+        )
 
 
 class SafetensorsFile:

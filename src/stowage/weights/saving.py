@@ -21,9 +21,9 @@ from torch import Tensor
 
 from stowage.config.memory import parse_size
 from stowage.core.geometry import round_up
-from stowage.errors import ConfigError, StorageError, UnsupportedModelError
+from stowage.errors import ConfigError, UnsupportedModelError
 from stowage.weights.quantized.modules import is_packed
-from stowage.weights.safetensors_file import SafetensorsFile, not_taken
+from stowage.weights.safetensors_file import SafetensorsFile, check_room, not_taken
 
 Read = Callable[[str], Tensor]
 """Returns a copy of a parameter or buffer in host memory, given its name."""
@@ -55,7 +55,7 @@ def save(model: Any, read: Read, plain: Callable[..., None], directory: str | os
         for file in aside.glob("*.safetensors*"):
             file.unlink()
         kept = names(model)
-        _check_room(target, sum(form.nbytes for form in kept.values()))
+        check_room(target, sum(form.nbytes for form in kept.values()), "the model")
         writer = _Writer(aside, shard_bytes, _header_bytes(kept), variant)
         writer.write(_converted(model, read, original, kept))
         _name(aside, target, variant)
@@ -84,15 +84,6 @@ def _refuse(model: Any, options: Mapping[str, Any]) -> None:
     if unknown:
         raise ConfigError(
             f"save_pretrained() of a model with offloaded weights does not know {', '.join(unknown)}: leave it out."
-        )
-
-
-def _check_room(target: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(target).free
-    if free < nbytes:
-        raise StorageError(
-            f"the model takes {nbytes} bytes, and {target} has room for {free}: free some, or save it elsewhere. "
-            "Nothing was written."
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.config.disk_room import why_not_written
 from stowage.core.geometry import ALIGNMENT_BYTES, round_up
 from stowage.errors import BudgetError, StorageError
 from stowage.native.memory import address_of
@@ -82,7 +83,8 @@ class ScratchFile:
             os.ftruncate(self.file.fd, end)
         except OSError as error:
             raise StorageError(
-                f"{self.file.path.parent} does not take the weights: {error.strerror}. {_ELSEWHERE}"
+                f"{self.file.path.parent} does not take the weights: "
+                f"{why_not_written(self.file.path.parent, error, end)}. {_ELSEWHERE}"
             ) from error
         self._used_bytes = offset + raw.nbytes
         self.file.settle()

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Final
 
+from stowage.config.disk_room import DISK_FULL
+from stowage.config.memory import format_size
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import FormatError
 from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.directory import Directory, Entry, SegmentFile
-from stowage.storage.disk.files import DISK_FULL, in_pages
+from stowage.storage.disk.files import in_pages
 from stowage.storage.disk.recovery import State, is_sealed, repair
 from stowage.storage.format import segment
 from stowage.storage.format.protection import Guard, Mark, Protection
@@ -108,7 +110,7 @@ class SegmentAllocator:
                 except OSError as error:
                     if error.errno not in DISK_FULL:
                         raise
-                    self._counters.add("enospc")
+                    self._counters.add("enospc", directory=str(self._directory.path), needed=format_size(length))
                     file.truncate(0)
                     if not self._reclaim(self._directory.entries(), 1):
                         raise

@@ -34,7 +34,7 @@ LOGGED: Final[Words] = {
     "mismatched": (logging.WARNING, "a stored chunk has another length than asked for"),
     "read_errors": (logging.WARNING, "the disk refused a read"),
     "write_errors": (logging.WARNING, "the disk refused a write"),
-    "enospc": (logging.WARNING, "the file system is full"),
+    "enospc": (logging.WARNING, "the file system is full: free some room there, or give `disk` a smaller size"),
     "no_room": (logging.WARNING, "the limit is reached, and nothing in the directory can be removed"),
     "dropped": (logging.WARNING, "chunks were not begun because the queue is full"),
     "timed_out": (logging.WARNING, "chunks were given up because their deadline passed in the queue"),

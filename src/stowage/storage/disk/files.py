@@ -24,7 +24,6 @@ from stowage.storage.format.batch import all_begin_on
 CALL_BYTES_MAX: Final = 4 << 20
 """Bytes per system call."""
 BUFFERS_MAX: Final = min(1024, os.sysconf("SC_IOV_MAX"))
-DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class FileSystem(Protocol):

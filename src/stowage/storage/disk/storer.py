@@ -19,12 +19,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from stowage.config.disk_room import DISK_FULL
 from stowage.core.geometry import PAGE_BYTES
 from stowage.native.memory import pages
 from stowage.storage.disk.allocator import LOCK_TIMEOUT_S, SegmentAllocator, segment_bytes_for
 from stowage.storage.disk.catalog import Segment
 from stowage.storage.disk.compaction import Compactor
-from stowage.storage.disk.files import DISK_FULL
 from stowage.storage.disk.index import LENGTH_MAX
 from stowage.storage.disk.packing import Packer
 from stowage.storage.disk.shared import Shared
@@ -227,7 +227,7 @@ class Storer:
             error = "no room within the limit"
         except OSError as failure:
             kind = "enospc" if failure.errno in DISK_FULL else "write_errors"
-            self._counters.add(kind, error=str(failure.strerror))
+            self._counters.add(kind, error=str(failure.strerror), directory=str(self._directory.path))
             self._back_off()
             error = f"the disk failed: {failure.strerror}"
         except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
