@@ -325,4 +325,8 @@ def test_a_length_that_is_set_bounds_prompt_and_answer(engines):
     assert 90 + len(completion.token_ids) in (100, 101), "the last token drawn is not computed with"
     with pytest.raises(RequestError, match="100"):
         engine.generate([random_prompt(120)], params)
-    assert engines("llama", 128, max_model_len=1 << 20).sequence_tokens_max == 128
+    assert engines("llama", 128, max_model_len=128).sequence_tokens_max == 128
+    with pytest.raises(
+        ConfigError, match="max_model_len is 129, and this model takes sequences of up to 128 tokens: give"
+    ):
+        engines("llama", 128, max_model_len=129)

@@ -190,11 +190,11 @@ class Memory:
     need the keys of disk_key_file, which is not opened here. valkey, object: addresses of stores that machines share,
     empty switches them off (see ``stowage.config.addresses``). object_limit: bytes of objects that this process keeps
     there, 0 means no limit. valkey_ttl_s: how long what nobody uses stays there, 0 means for ever. lookup_timeout_s:
-    the longest wait for a shared store to say what it has. max_model_len: the longest sequence, prompt and answer; 0:
-    what the model and the memory take. block_size: tokens of a block; group_block_size overrides it for a kind of group
-    (full, sliding, chunked, recurrent). eviction_policy: which chunks leave the host arena when it is full (cost, lru,
-    s3fifo, arc). snapshot_tokens: distance between snapshots of recurrent state. Raises ConfigError for what cannot be
-    used.
+    the longest wait for a shared store to say what it has. max_model_len: the longest sequence, prompt and answer, no
+    longer than the model's own; 0: what the model and the memory take. block_size: tokens of a block; group_block_size
+    overrides it for a kind of group (full, sliding, chunked, recurrent). eviction_policy: which chunks leave the host
+    arena when it is full (cost, lru, s3fifo, arc). snapshot_tokens: distance between snapshots of recurrent state.
+    Raises ConfigError for what cannot be used.
     """
 
     kv_cache_memory: int | str = AUTO

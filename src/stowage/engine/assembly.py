@@ -43,7 +43,7 @@ from stowage.executor.replay.graphs.budget import SHARE, SHARE_LEAST_BYTES, shar
 from stowage.executor.replay.graphs.recorder import Recorder
 from stowage.executor.runner import Runner
 from stowage.models.families import ALONE
-from stowage.models.layout import ModelLayout
+from stowage.models.layout import ModelLayout, context_tokens
 from stowage.models.loading import Loaded
 from stowage.models.namespace import block_tokens_of, namespace_fields
 from stowage.storage.protocol import Tier
@@ -100,10 +100,12 @@ def assemble(
     ``int8``: activations are rounded to 8 bits where the kernels can.
 
     Raises ``BudgetError`` for a budget that cannot work, ``DirectoryError`` for an unusable cache directory,
-    ``ConfigError`` for an unusable key file, tiers that cannot be told apart, CUDA graphs or activations in 8 bits
-    that are not possible, or exact answers that are ``REQUIRED`` and are not.
+    ``ConfigError`` for an unusable key file, tiers that cannot be told apart, a ``max_model_len`` that is too
+    long, CUDA graphs or activations in 8 bits that are not possible, or exact answers that are ``REQUIRED`` and are
+    not.
     """
     check_tiers(tiers, memory)
+    _check_length(loaded, memory)
     if int8:
         check_int8(loaded.model)
     asked = _Asked(loaded, memory, salt, clock, tiers, cuda_graphs, int8)
@@ -123,6 +125,15 @@ def assemble(
     parts = _cut(asked, None, str(reasons[0]))
     logger.warning("the last bits of answers may depend on what is computed beside them: %s", reasons[0])
     return parts
+
+
+def _check_length(loaded: Loaded, memory: Memory) -> None:
+    most = context_tokens(loaded.model.config.get_text_config())
+    if memory.max_model_len > most:
+        raise ConfigError(
+            f"max_model_len is {memory.max_model_len}, and this model takes sequences of up to {most} tokens: give "
+            f"max_model_len {most} or less, or leave it out."
+        )
 
 
 def _impossible(reasons: Sequence[StowageError]) -> StowageError:
@@ -173,7 +184,7 @@ def _layout(loaded: Loaded, memory: Memory, candidate: Pieces | None) -> ModelLa
         tokens = {kind: math.lcm(size, grid) for kind, size in tokens.items()}
     layout = replace(probe(loaded.model, tokens, chunk_blocks, loaded.identity), placeholders=loaded.placeholders)
     if memory.max_model_len:
-        layout = replace(layout, context_tokens=min(layout.context_tokens, memory.max_model_len))
+        layout = replace(layout, context_tokens=memory.max_model_len)
     return layout
 
 
