@@ -9,7 +9,7 @@ A bug here must not end SGLang's engine: what raises is logged with its tracebac
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -168,44 +168,50 @@ class StowageStorage(HiCacheStorage):
 
     def _read(self, pool: str, keys: list[str], host_indices: Tensor) -> list[bool]:
         """Into the pool's pages at these indices."""
-        tiers, names = self._opened()
-        host, firsts = self._pages(pool, len(keys), host_indices)
-        if host is None or not keys or not names.knows(pool):
+        host, firsts = self._pages(pool, keys, host_indices)
+        if host is None:
             return [False] * len(keys)
-        order = dict.fromkeys(keys)
-        pages = {key: np.empty(page_bytes(host), dtype=np.uint8) for key in order}
-        came = dict(zip(order, tiers.load(names.of(pool, list(order)), list(pages.values())), strict=True))
+        found = self._load(pool, dict.fromkeys(keys, page_bytes(host)))
         for key, first in zip(keys, firsts, strict=True):
-            if came[key]:
+            if key in found:
                 page = host.get_dummy_flat_data_page()
-                _as_bytes(page).copy_(torch.from_numpy(pages[key]))
+                _as_bytes(page).copy_(found[key])
                 host.set_from_flat_data_page(first, page)
-        return [came[key] for key in keys]
+        return [key in found for key in keys]
 
     def _write(self, pool: str, keys: list[str], host_indices: Tensor) -> list[bool]:
-        """From the pool's pages at these indices. A copy is stored, which SGLang may not change meanwhile."""
-        tiers, names = self._opened()
-        host, firsts = self._pages(pool, len(keys), host_indices)
-        if host is None or not keys or not names.knows(pool):
+        """From the pool's pages at these indices."""
+        host, firsts = self._pages(pool, keys, host_indices)
+        if host is None:
             return [False] * len(keys)
         first_of = dict(zip(reversed(keys), reversed(firsts), strict=True))
-        order = list(dict.fromkeys(keys))
-        named = names.of(pool, order)
-        lacking = [not here for here in tiers.present(named).tolist()]
-        stored = dict.fromkeys(order, True)
-        new = [key for key, lacks in zip(order, lacking, strict=True) if lacks]
-        pages = [_copy(host.get_data_page(first_of[key], flat=True)) for key in new]
-        wanted = [name for name, lacks in zip(named, lacking, strict=True) if lacks]
-        stored |= dict(zip(new, tiers.store(wanted, pages), strict=True)) if new else {}
+        stored = self._store(pool, first_of, lambda key: host.get_data_page(first_of[key], flat=True))
         return [stored[key] for key in keys]
 
-    def _pages(self, pool: str, count: int, host_indices: Tensor) -> tuple[Any, list[int]]:
+    def _pages(self, pool: str, keys: list[str], host_indices: Tensor) -> tuple[Any, list[int]]:
         """The pool, and the index of the first token of each page; no pool where that does not fit."""
+        _, names = self._opened()
         host = self.registered_pools.get(pool)
         size = int(getattr(host, "page_size", 1) or 1)
-        if host is None or host_indices.numel() != count * size:
-            return None, [0] * count
+        if host is None or not keys or host_indices.numel() != len(keys) * size or not names.knows(pool):
+            return None, []
         return host, host_indices[::size].tolist()
+
+    def _load(self, pool: str, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """The bytes of each key that came, of as many as ``sizes`` says."""
+        tiers, names = self._opened()
+        pages = {key: np.empty(size, dtype=np.uint8) for key, size in sizes.items()}
+        came = tiers.load(names.of(pool, list(pages)), list(pages.values()))
+        return {key: torch.from_numpy(page) for (key, page), fine in zip(pages.items(), came, strict=True) if fine}
+
+    def _store(self, pool: str, keys: Iterable[str], page_of: Callable[[str], Tensor]) -> dict[str, bool]:
+        """Whether each key is there afterwards. A copy is stored, which SGLang may not change meanwhile."""
+        tiers, names = self._opened()
+        order = list(keys)
+        named = dict(zip(order, names.of(pool, order), strict=True))
+        new = [key for key, here in zip(order, tiers.present(list(named.values())).tolist(), strict=True) if not here]
+        stored = tiers.store([named[key] for key in new], [_copy(page_of(key)) for key in new]) if new else []
+        return dict.fromkeys(order, True) | dict(zip(new, stored, strict=True))
 
     # Single values
 
@@ -219,20 +225,15 @@ class StowageStorage(HiCacheStorage):
         return self._safely(lambda: self._get(keys, targets), [None] * len(keys))
 
     def _get(self, keys: list[str], targets: list[Any]) -> list[Tensor | None]:
-        tiers, names = self._opened()
+        self._opened()
         host = self.registered_pools[KV]
         targets = [host.get_dummy_flat_data_page() if target is None else target for target in targets]
-        of_key = dict(zip(keys, targets, strict=True))
-        pages = [np.empty(target.numel() * target.element_size(), dtype=np.uint8) for target in of_key.values()]
-        came = tiers.load(names.of(KV, list(of_key)), pages)
-        found = {key: page if fine else None for key, page, fine in zip(of_key, pages, came, strict=True)}
-        answers: list[Tensor | None] = []
+        sizes = {key: target.numel() * target.element_size() for key, target in zip(keys, targets, strict=True)}
+        found = self._load(KV, sizes)
         for key, target in zip(keys, targets, strict=True):
-            page = found[key]
-            if page is not None:
-                _as_bytes(target).copy_(torch.from_numpy(page))
-            answers.append(None if page is None else target)
-        return answers
+            if key in found:
+                _as_bytes(target).copy_(found[key])
+        return [target if key in found else None for key, target in zip(keys, targets, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """See the base."""
@@ -245,13 +246,8 @@ class StowageStorage(HiCacheStorage):
         return self._safely(lambda: self._set(keys, values), False)
 
     def _set(self, keys: list[str], values: Sequence[Tensor]) -> bool:
-        tiers, names = self._opened()
         of_key = dict(zip(keys, values, strict=True))
-        named = names.of(KV, list(of_key))
-        new = [not here for here in tiers.present(named).tolist()]
-        pages = [_copy(value) for value, lacks in zip(of_key.values(), new, strict=True) if lacks]
-        wanted = [name for name, lacks in zip(named, new, strict=True) if lacks]
-        return not wanted or all(tiers.store(wanted, pages))
+        return all(self._store(KV, of_key, of_key.__getitem__).values())
 
     # The rest
 
