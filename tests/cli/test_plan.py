@@ -36,6 +36,13 @@ def planned(call: Stowage, *arguments: str | Path) -> dict[str, Any]:
     return found
 
 
+def test_each_placement_that_would_be_quicker_is_told_once(call: Stowage, model: Path) -> None:
+    """Without host memory, all in device memory and nothing from the disk are the same."""
+    hints = planned(call, model, "--device-memory", "40MiB", "--max-model-len", "1k")["hints"]
+    told = [hint.partition(",")[0] for hint in hints if hint.startswith("With a device memory of")]
+    assert len(told) == 1, hints
+
+
 def test_a_plan_for_programs(call: Stowage, model: Path) -> None:
     sizes = (
         "--device-memory",

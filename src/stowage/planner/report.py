@@ -99,7 +99,8 @@ def hints(solution: Solution, alternatives: list[Alternative]) -> list[str]:
     """What limits this placement, what would help, and how far its numbers can be trusted."""
     found = [_limit(solution)]
     here = solution.prediction.tokens_per_s
-    for other in alternatives:
+    different = {other.device_bytes: other for other in reversed(alternatives)}  # without host memory two are one
+    for other in reversed(different.values()):
         if other.device_bytes > solution.budgets.device_bytes and other.prediction.tokens_per_s > 1.02 * here:
             found.append(
                 f"With a device memory of {format_size(other.device_bytes)}, {other.name}: "
