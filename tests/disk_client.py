@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,18 +13,10 @@ from typing import Any
 import numpy as np
 
 from stowage.storage.disk import DiskTier
-from stowage.storage.protocol import Outcome, Transfer
+from stowage.storage.protocol import Outcome
+from tests.tier_client import TierClient, payload
 
 NAMESPACE = hashlib.sha256(b"a namespace").digest()
-NEVER_S = 1e18
-
-
-def key(name: object) -> bytes:
-    return hashlib.sha256(repr(name).encode()).digest()
-
-
-def keys_of(*names: object) -> list[bytes]:
-    return [key(name) for name in names]
 
 
 def numbers(chunk: bytes, length: int) -> bytes:
@@ -33,11 +24,6 @@ def numbers(chunk: bytes, length: int) -> bytes:
     seed = int.from_bytes(chunk[:8], "little")
     drawn = np.random.default_rng(seed).standard_normal(length // 2 + 1, np.float32)
     return (drawn.view(np.uint32) >> 16).astype("<u2").tobytes()[:length]
-
-
-def payload(chunk: bytes, length: int) -> bytes:
-    """The only bytes that may ever be read under that key."""
-    return hashlib.shake_128(chunk).digest(length)
 
 
 def aligned(lengths: Sequence[int]) -> list[memoryview]:
@@ -76,17 +62,15 @@ def steady_bytes(directory: Path) -> int:
             return sum(size for _, size in first.values())
 
 
-class Client:
-    """One open tier. Waits for each transfer; anything that takes a minute is a failure."""
+class Client(TierClient):
+    """One open tier, on disk."""
+
+    tier: DiskTier
 
     def __init__(self, directory: Path, limit_bytes: int = 64 << 20, *, namespace: bytes = NAMESPACE, **options: Any):
         self.directory = directory
-        self.tier = DiskTier(directory, limit_bytes, namespace, **options)
         self.limit_bytes = limit_bytes
-        self._woken = threading.Event()
-        self.tier.wake = self._woken.set
-        self._ids = iter(range(1 << 30))
-        self._waiting: dict[int, Outcome] = {}
+        super().__init__(DiskTier(directory, limit_bytes, namespace, **options))
 
     def __enter__(self) -> Client:
         return self
@@ -99,30 +83,6 @@ class Client:
 
     def stats(self) -> dict[str, Any]:
         return self.tier.stats()
-
-    def begin(self, verb: str, transfer: Transfer) -> int:
-        (self.tier.store if verb == "store" else self.tier.load)(transfer)
-        return transfer.id
-
-    def transfer(
-        self,
-        keys: list[bytes],
-        buffers: list[memoryview],
-        masks: Sequence[int] | None = None,
-        deadline_s: float = NEVER_S,
-    ) -> Transfer:
-        valid = np.array(masks if masks is not None else [1] * len(keys), np.uint64)
-        return Transfer(next(self._ids), keys, buffers, valid, deadline_s)
-
-    def outcome(self, number: int, seconds: float = 60.0) -> Outcome:
-        until_s = time.monotonic() + seconds
-        while number not in self._waiting:
-            self._woken.wait(max(0.0, min(0.1, until_s - time.monotonic())))
-            self._woken.clear()
-            for outcome in self.tier.poll():
-                self._waiting[outcome.id] = outcome
-            assert time.monotonic() < until_s, "no outcome"
-        return self._waiting.pop(number)
 
     def store(self, keys: list[bytes], lengths: Sequence[int], masks: Sequence[int] | None = None) -> Outcome:
         buffers = aligned(lengths)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from stowage.storage.disk.scrub import Report, scrub
 from stowage.storage.format.protection import Protection
-from tests.disk_client import Client, key, segments, used_bytes
+from tests.disk_client import Client, segments, used_bytes
+from tests.tier_client import key
 
 SEGMENT = 256 << 10
 LENGTHS = (100, 4096, 5000, 20_000)

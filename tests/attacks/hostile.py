@@ -18,8 +18,9 @@ from pathlib import Path
 from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.format import envelope, segment
 from stowage.storage.format.segment import ENTRY_BYTES, SegmentName
-from tests.disk_client import NAMESPACE, key, only_segment
+from tests.disk_client import NAMESPACE, only_segment
 from tests.segment_surgery import Surgery, reseal
+from tests.tier_client import key
 
 LIMIT = 8 << 20
 U64 = struct.Struct("<Q")

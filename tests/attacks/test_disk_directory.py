@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from stowage.errors import DirectoryError
-from tests.disk_client import Client, key, only_segment, segments
+from tests.disk_client import Client, only_segment, segments
+from tests.tier_client import key
 
 KEYS = [key(n) for n in range(3)]
 ROOT = os.geteuid() == 0

@@ -20,8 +20,9 @@ from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.format import envelope, segment
 from stowage.storage.format.protection import NO_MARK, Mark, Method, Protection, SecretKey
 from stowage.storage.format.segment import SegmentName
-from tests.disk_client import NAMESPACE, Client, aligned, key, only_segment, segments
+from tests.disk_client import NAMESPACE, Client, aligned, only_segment, segments
 from tests.segment_surgery import Surgery
+from tests.tier_client import key
 
 NAMES = [key(n) for n in range(5)]
 LENGTHS = [4096, 100, 8192, 4096, 6000]

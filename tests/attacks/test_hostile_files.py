@@ -21,8 +21,9 @@ from stowage.storage.format import envelope, segment
 from stowage.storage.format.segment import ENTRY_BYTES, SegmentName
 from stowage.testing.faults import FaultyFileSystem
 from tests.attacks.hostile import ANOTHER, HOSTILE, LIMIT, hostile
-from tests.disk_client import NAMESPACE, Client, key
+from tests.disk_client import NAMESPACE, Client
 from tests.inline_worker_pool import InlineCrew
+from tests.tier_client import key
 
 NAMES, LENGTHS = [key(n) for n in range(5)], [4096, 100, 8192, 4096, 6000]
 MIB = 1 << 20

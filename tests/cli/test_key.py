@@ -7,7 +7,8 @@ from pathlib import Path
 from stowage.storage import key_file
 from stowage.storage.format.protection import Method, Protection, SecretKey
 from tests.cli.conftest import Stowage
-from tests.disk_client import Client, keys_of
+from tests.disk_client import Client
+from tests.tier_client import keys_of
 
 
 def test_the_life_of_a_key_file(call: Stowage, tmp_path: Path) -> None:

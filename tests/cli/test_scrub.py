@@ -14,8 +14,9 @@ import pytest
 from stowage.storage import key_file
 from stowage.storage.format.protection import Method
 from tests.cli.conftest import SOURCE, Stowage
-from tests.disk_client import Client, key, segments
+from tests.disk_client import Client, segments
 from tests.numbered_chunks import fill
+from tests.tier_client import key
 
 COUNT = 60
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk_client import Client, key, keys_of, segments, used_bytes
+from tests.disk_client import Client, segments, used_bytes
 from tests.nursery import Nursery, wait_until
 from tests.syscall_trap import Board
+from tests.tier_client import key, keys_of
 
 LIMIT = 6 << 20
 LENGTHS = (4096, 100, 70_000, 9000)

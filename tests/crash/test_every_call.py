@@ -21,9 +21,10 @@ from pathlib import Path
 import pytest
 
 from tests import syscall_trap
-from tests.disk_client import Client, key, segments, used_bytes
+from tests.disk_client import Client, segments, used_bytes
 from tests.nursery import Nursery
 from tests.syscall_trap import AFTER, BEFORE, NEVER, TORN, WRITES, Board
+from tests.tier_client import key
 
 LIMIT = 150 << 10
 LIMIT_LOWERED = 96 << 10

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from stowage.storage.disk import DiskTier
 from stowage.storage.protocol import Outcome, Transfer
-from tests.disk_client import NAMESPACE, NEVER_S, aligned, key, steady_bytes, used_bytes
+from tests.disk_client import NAMESPACE, aligned, steady_bytes, used_bytes
 from tests.nursery import Child, Nursery
 from tests.syscall_trap import Board
+from tests.tier_client import NEVER_S, key
 
 OPERATIONS = int(os.environ.get("STOWAGE_SHARING_OPERATIONS", "48000"))
 PROCESSES, THREADS = 8, 4

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from stowage.engine.engine import Engine
-from tests.disk_client import Client, key, steady_bytes, used_bytes
+from tests.disk_client import Client, steady_bytes, used_bytes
 from tests.engine.conftest import Reference, assert_same, greedy, random_prompt
 from tests.nursery import wait_until
+from tests.tier_client import key
 
 MIB = 1 << 20
 SMALL = 64 * MIB

@@ -17,9 +17,10 @@ from stowage.storage.disk.reader import Reader, Result
 from stowage.storage.disk.recovery import scan_segment
 from stowage.storage.format.envelope import pack_fields
 from tests.depth import few_or_all
-from tests.disk_client import NAMESPACE, Client, aligned, key, only_segment
+from tests.disk_client import NAMESPACE, Client, aligned, only_segment
 from tests.integrity.conftest import LIMIT, noticed, opened, repair_by_storing
 from tests.segment_surgery import Surgery, flip
+from tests.tier_client import key
 
 CHUNK_BYTES = 64 << 10
 COPIES = 512

@@ -16,9 +16,10 @@ import pytest
 from stowage.core.geometry import PAGE_BYTES
 from stowage.core.key import Chain, group_keys, tenant_namespace
 from stowage.storage.format import segment
-from tests.disk_client import NAMESPACE, aligned, key, only_segment, segments
+from tests.disk_client import NAMESPACE, aligned, only_segment, segments
 from tests.integrity.conftest import noticed, opened, repair_by_storing
 from tests.segment_surgery import Surgery, reseal
+from tests.tier_client import key
 
 NAMES, LENGTHS = [key(n) for n in range(5)], [4096, 100, 8192, 4096, 8192]
 KEY, SPACE, MASK, LENGTH, DIGEST = 8, 40, 72, 80, 112

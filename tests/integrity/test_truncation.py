@@ -12,9 +12,10 @@ from stowage.storage.disk.read_plan import plan_runs
 from stowage.storage.disk.reader import Reader, Result
 from stowage.storage.disk.recovery import State, repair, scan_segment
 from tests.depth import few_or_all
-from tests.disk_client import NAMESPACE, aligned, key, only_segment, payload
+from tests.disk_client import NAMESPACE, aligned, only_segment
 from tests.integrity.conftest import LIMIT, noticed, opened, repair_by_storing
 from tests.segment_surgery import Surgery
+from tests.tier_client import key, payload
 
 PAGE = 4096
 NAMES, LENGTHS = [key(0), key(1)], [300, 5000]

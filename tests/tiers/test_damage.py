@@ -14,7 +14,8 @@ import obstore
 import pytest
 
 from stowage.storage.format.object_envelope import HEAD_BYTES
-from tests.tiers.client import Client, key_of
+from tests.tier_client import key
+from tests.tiers.client import Client
 from tests.tiers.servers import RedisServer
 from tests.tiers.test_sharing import Open
 
@@ -30,7 +31,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Raw]:
         prefix = tmp_path.name
 
         def raw(number: int, value: bytes | None = None) -> bytes:
-            (name,) = server.client.scan_iter(f"{prefix}:*:{key_of(number).hex()}", count=10_000)
+            (name,) = server.client.scan_iter(f"{prefix}:*:{key(number).hex()}", count=10_000)
             found: bytes = server.client.get(name)
             if value is not None:
                 server.client.set(name, value)
@@ -39,7 +40,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Raw]:
         return f"{server.url}?prefix={prefix}", raw  # type: ignore[return-value]
 
     def file(number: int, value: bytes | None = None) -> bytes:
-        (path,) = tmp_path.glob(f"objects/*/*/{key_of(number).hex()}")
+        (path,) = tmp_path.glob(f"objects/*/*/{key(number).hex()}")
         found = path.read_bytes()
         if value is not None:
             path.write_bytes(value)
@@ -84,7 +85,7 @@ def test_every_damage_is_a_miss_that_is_counted_and_repaired(store: tuple[str, R
         outcome = client.load(range(3), length=LENGTH)
         assert outcome.ok.tolist() == [False, True, True], what
         assert client.count("corrupt") + client.count("unreadable") + client.count("vanished") == before + 1, what
-        client.tier.discard([key_of(0)])
+        client.tier.discard([key(0)])
         assert client.lookup([0]) == [0]
         if number % 2:
             client.probe([0])  # a head may be good, and its payload not: that must not keep it from being repaired
@@ -115,7 +116,7 @@ def test_a_value_that_is_far_too_long_is_not_fetched(
     client = Client(tiers(url))
     client.store([0], length=LENGTH)
     if url.startswith("file"):
-        (path,) = tmp_path.glob(f"objects/*/*/{key_of(0).hex()}")
+        (path,) = tmp_path.glob(f"objects/*/*/{key(0).hex()}")
         os.truncate(path, 8 << 30)  # takes no space
     else:
         (name,) = redis.client.scan_iter(f"{tmp_path.name}:*", count=10_000)
@@ -133,11 +134,11 @@ def test_a_name_of_another_type_is_a_miss(redis: RedisServer, tiers: Open, tmp_p
     prefix = tmp_path.name
     client = Client(tiers(f"{redis.url}?prefix={prefix}"))
     client.store(range(2))
-    (name,) = redis.client.scan_iter(f"{prefix}:*:{key_of(0).hex()}", count=10_000)
+    (name,) = redis.client.scan_iter(f"{prefix}:*:{key(0).hex()}", count=10_000)
     redis.client.delete(name)
     redis.client.rpush(name, "a", "b")
     assert client.load(range(2)).ok.tolist() == [False, True] and client.count("corrupt") == 1
-    client.tier.discard([key_of(0)])
+    client.tier.discard([key(0)])
     assert client.store([0]).ok.all() and client.load([0]).ok.all()
 
 

@@ -57,7 +57,7 @@ def test_a_process_dies_in_the_middle_of_a_store(url: str, tiers: Callable[..., 
 
 
 def test_a_process_that_never_closes_its_tier_ends(url: str) -> None:
-    program = PROGRAM.replace("100000", "5") + "client.begin(True, [1], 300_000, 0, 1e18)\n"
+    program = PROGRAM.replace("100000", "5") + 'client.start("load", [1], 300_000, 0, 1e18)\n'
     ends_well(program, url, "0")
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from stowage.storage.remote.backend import Answer, Bounds, Failure
 from stowage.storage.remote.tier import RemoteTier
-from tests.tiers.client import Client, key_of
+from tests.tier_client import key
+from tests.tiers.client import Client
 from tests.tiers.servers import wait_until
 
 Open = Callable[..., RemoteTier]
@@ -88,7 +89,7 @@ def test_the_first_question_counts_like_any_other() -> None:
     wait_until(lambda: backend.asked)
     timer = threading.Timer(0.1, backend.answers.set)
     timer.start()
-    client.ask([key_of(number) for number in range(8)])
+    client.ask([key(number) for number in range(8)])
     assert (backend.asked, backend.most) == (1 + 8, backend.bounds.probes_max)
     timer.join()
     tier.close(0.0)

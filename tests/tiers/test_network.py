@@ -17,7 +17,8 @@ from stowage.core.geometry import Geometry, Group, Kind
 from stowage.storage.remote import tier as tier_module
 from stowage.storage.remote.tier import RemoteTier
 from tests.depth import mostly_rare
-from tests.tiers.client import Client, key_of
+from tests.tier_client import key
+from tests.tiers.client import Client
 from tests.tiers.proxy import Mood, Proxy, proxied
 from tests.tiers.servers import BUCKET, RedisServer, wait_until
 
@@ -100,8 +101,8 @@ def test_deadlines_hold_however_long_an_answer_may_take(
     client.store(range(3))
     proxy.mood = Mood.SILENT
     began_s = time.monotonic()
-    for is_load in (True, False):
-        client.begin(is_load, range(3), 4096, 1, began_s + 0.2)
+    for verb in ("load", "store"):
+        client.start(verb, range(3), 4096, 1, began_s + 0.2)
     assert not any(outcome.ok.any() or outcome.refused for outcome in client.outcomes(2))
     assert client.count("timed_out") == 6 and client.tier.stats()["healthy"] == 0
     client.tier._transfers.health.succeeded()
@@ -131,7 +132,7 @@ def test_trouble_that_passes_is_tried_again_in_time(line: WritePipeline, tiers: 
     client = Client(tiers(url))
     client.store(range(3))
     proxy.mood = Mood.REFUSE
-    client.begin(True, range(3), 4096, 0, time.monotonic() + 30)
+    client.start("load", range(3), 4096, 0, time.monotonic() + 30)
     until_s = time.monotonic() + 30
     while not client.count("retries"):
         assert time.monotonic() < until_s
@@ -148,7 +149,7 @@ def test_transfers_beyond_the_queue_are_refused_at_once(line: WritePipeline, tie
     client.store([0])
     proxy.mood = Mood.SILENT
     for _ in range(5):
-        client.begin(True, [0], 4096, 0, time.monotonic() + 1.0)
+        client.start("load", [0], 4096, 0, time.monotonic() + 1.0)
     refused = client.outcomes(3)
     assert all(outcome.refused and not outcome.ok.any() for outcome in refused)
     assert [outcome.refused for outcome in client.outcomes(2)] == [False, False]
@@ -160,12 +161,12 @@ def test_closing_does_not_wait_for_a_silent_network(line: WritePipeline, tiers: 
     client = Client(tiers(url))
     client.store([0])
     proxy.mood = Mood.SILENT
-    transfers = [client.begin(is_load, [0], 4096, 1, time.monotonic() + 60) for is_load in (True, False, True)]
+    transfers = [client.start(verb, [0], 4096, 1, time.monotonic() + 60) for verb in ("load", "store", "load")]
     client.tier.close(time.monotonic() + 0.2)
     outcomes = client.outcomes(3)
     assert {outcome.id for outcome in outcomes} == {transfer.id for transfer in transfers}
     assert all(outcome.refused and not outcome.ok.any() for outcome in outcomes)
-    client.begin(True, [0], 4096, 0, time.monotonic() + 60)
+    client.start("load", [0], 4096, 0, time.monotonic() + 60)
     assert client.outcomes(1)[0].refused, "closed"
     assert client.tier.probe([]).done
 
@@ -176,7 +177,7 @@ def test_the_breaker_opens_and_closes_again(line: WritePipeline, tiers: Callable
     now_s = [1000.0]
     tier = tiers(url, request_timeout_s=0.2, clock=lambda: now_s[0])
     store = TieredStore(Geometry([Group(0, Kind.FULL, 16, 4, 1024)]), 1 << 20, [tier], clock=lambda: now_s[0])
-    keys = [key_of(number) for number in range(4)]
+    keys = [key(number) for number in range(4)]
 
     def fetch() -> int:
         fetch = store.fetch([(0, keys)], now_s[0] + 0.5)
@@ -190,7 +191,7 @@ def test_the_breaker_opens_and_closes_again(line: WritePipeline, tiers: Callable
 
     slots = store.reserve(0, keys, np.full(4, 15, np.uint64))
     for slot in slots.tolist():
-        store.payload(slot, 0)[:] = key_of(slot) * 128
+        store.payload(slot, 0)[:] = key(slot) * 128
     store.commit(slots)
     while not store.flush(0.05):
         pass
@@ -213,12 +214,12 @@ def test_the_breaker_opens_and_closes_again(line: WritePipeline, tiers: Callable
     while store.stats()[f"{tier.name}.breaker"] != "closed":
         assert time.monotonic() < until_s, "the breaker does not close"
         now_s[0] += 6.0
-        for key in keys:
-            tier._presence.stored(key, 15)
+        for chunk in keys:
+            tier._presence.stored(chunk, 15)
         fetch()
         store.drop_host()
-    for key in keys:
-        tier._presence.stored(key, 15)
+    for chunk in keys:
+        tier._presence.stored(chunk, 15)
     assert fetch() == 4
     store.check()
     store.close(0.5)
@@ -238,5 +239,5 @@ def test_no_password_key_or_name_of_an_object_is_logged(
         client.store(range(3, 6), seconds=0.3)
         client.probe(range(7))
     text = caplog.text + repr(client.tier.stats()) + repr(client.tier) + repr(vars(client.tier))
-    secrets = ["hush", "test-secret", *(key_of(number).hex() for number in range(7))]
+    secrets = ["hush", "test-secret", *(key(number).hex() for number in range(7))]
     assert caplog.records and not [secret for secret in secrets if secret in text]

@@ -19,7 +19,8 @@ from stowage.storage.objects import BOUNDS, ObjectTier
 from stowage.storage.protocol import Inquiry, Probe
 from stowage.storage.remote.backend import Answer, Failure
 from stowage.storage.remote.tier import RemoteTier
-from tests.tiers.client import Client, key_of
+from tests.tier_client import key
+from tests.tiers.client import Client
 from tests.tiers.servers import RedisServer
 
 Open = Callable[..., RemoteTier]
@@ -75,12 +76,12 @@ def test_what_was_taken_to_be_there_and_is_not_is_a_miss(tiers: Open, tmp_path: 
     url = f"file://{tmp_path}"
     one, other = Client(tiers(url)), Client(tiers(url, absent_s=1000.0))
     one.store(range(200))
-    for path in tmp_path.glob(f"*/*/{key_of(101).hex()}"):
+    for path in tmp_path.glob(f"*/*/{key(101).hex()}"):
         path.unlink()
     assert other.probe(range(200)) == [1] * 200, "few were asked about"
     outcome = other.load(range(200))
     assert outcome.ok.tolist() == [number != 101 for number in range(200)] and other.count("vanished") == 1
-    other.tier.discard([key_of(101)])  # as the store does with what failed to load
+    other.tier.discard([key(101)])  # as the store does with what failed to load
     assert other.probe(range(200))[101] == 0
     assert other.store([101]).ok.all() and other.lookup([101]) == [1]
     assert Client(tiers(url)).load([101]).ok.all()
@@ -196,7 +197,7 @@ def test_the_store_asks_only_about_what_is_not_below_host_already(url: str, tier
     geometry = Geometry([Group(0, Kind.FULL, 16, 4, 1024)])
     tier = tiers(url)
     store = TieredStore(geometry, 1 << 20, [tier])
-    keys = [key_of(number) for number in range(30)]
+    keys = [key(number) for number in range(30)]
     mask = geometry.groups[0].full_mask
 
     def keep(places: range) -> None:
@@ -209,7 +210,7 @@ def test_the_store_asks_only_about_what_is_not_below_host_already(url: str, tier
     before = client.count("probe_keys")
     (probe,) = store.probe([(0, keys)])
     while not probe.done:
-        client._woken.wait(1)
+        client.woken.wait(1)
     assert client.count("probe_keys") - before == 5
     assert store.probe([(0, keys[:25])]) == [], "nothing to ask"
     store.close()
@@ -250,7 +251,7 @@ def test_snapshots_are_asked_about_at_their_distance() -> None:
     geometry = Geometry([Group(0, Kind.FULL, 16, 4, 1024), Group(1, Kind.RECURRENT, 64, 1, 4096)])
     tier = Listening()
     store = TieredStore(geometry, 1 << 20, [tier], snapshot_tokens=512)
-    keys = [key_of(number) for number in range(30)]
+    keys = [key(number) for number in range(30)]
     store.commit(store.reserve(0, keys[:3], np.full(3, 15, np.uint64)))
     store.commit(store.reserve(1, keys[7:8], np.ones(1, np.uint64)))
     store.probe([(0, keys), (1, keys)])
@@ -264,7 +265,7 @@ def test_of_groups_that_are_not_stored_whole_the_certain_chunks_are_asked_about(
     store = TieredStore(
         Geometry((Group(0, Kind.FULL, 16, 4, 1024), Group(1, Kind.SLIDING, 16, 4, 1024, 100))), 1 << 20, [tier]
     )
-    keys, windows = ([key_of(number) for number in range(first, first + 30)] for first in (0, 100))
+    keys, windows = ([key(number) for number in range(first, first + 30)] for first in (0, 100))
     store.commit(store.reserve(1, windows[:2], np.full(2, 15, np.uint64)))
     store.probe([(0, keys), (1, windows)], {1: Anchors((0, 1, 6, 7), 3)})
     assert [(len(one.keys), one.first, one.certain) for one in tier.asked] == [

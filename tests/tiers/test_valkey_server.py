@@ -13,7 +13,8 @@ from stowage.errors import ConfigError
 from stowage.storage.remote.replies import ReplyBounds
 from stowage.storage.remote.tier import RemoteTier
 from tests.ports import free_port
-from tests.tiers.client import Client, key_of
+from tests.tier_client import key
+from tests.tiers.client import Client
 from tests.tiers.odd_server import odd_server
 from tests.tiers.servers import RedisServer, make_certificates, redis_server, wait_until
 
@@ -60,7 +61,7 @@ def test_flushall_is_a_miss(tiers: Open) -> None:
         client.store(range(8))
         server.client.flushall()
         assert not client.load(range(8)).ok.any() and client.count("vanished") == 8
-        client.tier.discard([key_of(number) for number in range(8)])
+        client.tier.discard([key(number) for number in range(8)])
         assert client.probe(range(8)) == [0] * 8 and client.store(range(8)).ok.all()
         assert client.load(range(8)).ok.all()
 
@@ -116,8 +117,8 @@ def test_connections_are_named_and_bounded(tiers: Open) -> None:
     with redis_server() as server:
         client = Client(tiers(server.url))
         for number in range(20):
-            client.begin(False, range(4 * number, 4 * number + 4), 100_000, 1, time.monotonic() + 60)
-            client.begin(True, range(4 * number, 4 * number + 4), 100_000, 0, time.monotonic() + 60)
+            client.start("store", range(4 * number, 4 * number + 4), 100_000, 1, time.monotonic() + 60)
+            client.start("load", range(4 * number, 4 * number + 4), 100_000, 0, time.monotonic() + 60)
         client.outcomes(40)
         named = [one for one in server.client.client_list() if str(one["name"]).startswith("stowage-")]
         assert 0 < len(named) <= 8

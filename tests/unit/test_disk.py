@@ -9,7 +9,8 @@ import pytest
 from stowage.storage.disk.system import System
 from stowage.storage.protocol import Described, Waitable
 from stowage.testing.faults import FaultyFileSystem
-from tests.disk_client import Client, descriptors, keys_of, segments
+from tests.disk_client import Client, descriptors, segments
+from tests.tier_client import keys_of
 
 MIB = 1 << 20
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from tests.disk_client import Client, aligned, key, keys_of, payload
+from tests.disk_client import Client, aligned
+from tests.tier_client import key, keys_of, payload
 
 
 def test_a_full_queue_drops_at_once(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from tests.disk_client import Client, keys_of
+from tests.disk_client import Client
+from tests.tier_client import keys_of
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])

@@ -13,7 +13,8 @@ from stowage.errors import BudgetError
 from stowage.storage.disk import DiskTier, least_limit_bytes
 from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from tests.disk_client import NAMESPACE, Client, keys_of, only_segment, steady_bytes, used_bytes
+from tests.disk_client import NAMESPACE, Client, only_segment, steady_bytes, used_bytes
+from tests.tier_client import keys_of
 
 MIB = 1 << 20
 

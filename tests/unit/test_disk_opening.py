@@ -14,7 +14,8 @@ import pytest
 from stowage.storage.disk.catalog import Catalog
 from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import AHEAD_MIN, ParallelMap, System, one_by_one, some_at_once
-from tests.disk_client import Client, keys_of, segments
+from tests.disk_client import Client, segments
+from tests.tier_client import keys_of
 
 KIB = 1 << 10
 COUNT = AHEAD_MIN + 4

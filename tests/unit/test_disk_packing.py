@@ -18,7 +18,8 @@ from stowage.storage.disk.scrub import scrub
 from stowage.storage.format.protection import Method, Protection, SecretKey
 from stowage.storage.objects import ObjectTier
 from stowage.storage.protocol import Transfer
-from tests.disk_client import NAMESPACE, NEVER_S, Client, aligned, key, numbers, only_segment, used_bytes
+from tests.disk_client import NAMESPACE, Client, aligned, numbers, only_segment, used_bytes
+from tests.tier_client import NEVER_S, key
 
 MIB = 1 << 20
 METHODS = [Method.CHECKSUM, Method.BLAKE3, Method.AES_256_GCM]

@@ -17,7 +17,8 @@ from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from tests.disk_client import Client, aligned, keys_of, only_segment, payload
+from tests.disk_client import Client, aligned, only_segment
+from tests.tier_client import keys_of, payload
 
 CHUNK_BYTES = 1 << 20
 PATIENCE_S = 60.0

@@ -18,7 +18,8 @@ from stowage.storage.format import protection, segment
 from stowage.storage.format.protection import Mark, Method, Protection, SecretKey
 from stowage.storage.format.segment import SegmentName
 from stowage.testing.faults import FaultyFileSystem
-from tests.disk_client import Client, aligned, keys_of, only_segment, payload, segments
+from tests.disk_client import Client, aligned, only_segment, segments
+from tests.tier_client import keys_of, payload
 
 MIB = 1 << 20
 OLD, NEW = SecretKey(b"\1" * 32), SecretKey(b"\2" * 32)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk_client import Client, descriptors, keys_of, steady_bytes, used_bytes
+from tests.disk_client import Client, descriptors, steady_bytes, used_bytes
+from tests.tier_client import keys_of
 
 LENGTH = 65536
 LIMIT = 2 << 20

@@ -14,7 +14,8 @@ from stowage.core.geometry import PAGE_BYTES
 from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System
 from stowage.storage.format.segment import SegmentName
-from tests.disk_client import Client, aligned, keys_of, payload
+from tests.disk_client import Client, aligned
+from tests.tier_client import keys_of, payload
 
 MIB = 1 << 20
 PATIENCE_S = 60.0

@@ -18,7 +18,8 @@ from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System
 from stowage.storage.disk.write_jobs import Job, ParallelJobs
 from stowage.testing.faults import FaultyFileSystem
-from tests.disk_client import Client, aligned, keys_of, only_segment, segments, used_bytes
+from tests.disk_client import Client, aligned, only_segment, segments, used_bytes
+from tests.tier_client import keys_of
 
 MIB = 1 << 20
 R = TypeVar("R")

@@ -14,8 +14,9 @@ from stowage.storage.disk.loader import PATIENCE, QUIET_S, SCATTERED_BYTES_PER_S
 from stowage.storage.disk.system import System
 from stowage.storage.protocol import Transfer
 from stowage.testing.faults import FaultyFileSystem
-from tests.disk_client import NEVER_S, Client, aligned, keys_of, payload
+from tests.disk_client import Client, aligned
 from tests.inline_worker_pool import InlineCrew
+from tests.tier_client import NEVER_S, keys_of, payload
 
 PATIENCE_S = 60.0
 

@@ -18,7 +18,8 @@ from stowage.errors import ConfigError
 from stowage.storage.circular_log import CircularLog, Piece
 from stowage.storage.packed_memory import PackedMemoryTier
 from stowage.storage.protocol import Outcome, Transfer
-from tests.disk_client import NEVER_S, aligned, key
+from tests.disk_client import aligned
+from tests.tier_client import NEVER_S, key
 
 KIB = 1 << 10
 LENGTH = 64 * KIB

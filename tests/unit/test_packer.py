@@ -19,7 +19,8 @@ from stowage.storage.disk.packing import GROUP_BYTES, Packer
 from stowage.storage.disk.packing_rates import JUDGED_BYTES, PackingRates
 from stowage.storage.disk.write_queue import GROUPS_AHEAD, WriteQueue
 from stowage.storage.protocol import Transfer
-from tests.disk_client import NEVER_S, aligned, key, numbers
+from tests.disk_client import aligned, numbers
+from tests.tier_client import NEVER_S, key
 
 MIB = 1 << 20
 

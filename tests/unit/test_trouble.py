@@ -16,7 +16,8 @@ from stowage.cache.store import TieredStore
 from stowage.storage.disk.counters import LOGGED, NAMES
 from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
-from tests.disk_client import Client, keys_of, only_segment, segments
+from tests.disk_client import Client, only_segment, segments
+from tests.tier_client import keys_of
 from tests.unit.test_store import FULL, GEOMETRY, HOST_BYTES, MemoryTier
 
 

@@ -16,8 +16,9 @@ from stowage.errors import DirectoryError
 from stowage.storage.disk.scrub import scrub
 from stowage.storage.disk.system import System
 from stowage.storage.format.protection import Method, Protection, SecretKey
-from tests.disk_client import NAMESPACE, Client, key, segments
+from tests.disk_client import NAMESPACE, Client, segments
 from tests.numbered_chunks import SEGMENT, Cache, fill, length_of, place_of
+from tests.tier_client import key
 
 OTHER = hashlib.sha256(b"another namespace").digest()
 
