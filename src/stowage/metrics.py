@@ -199,6 +199,11 @@ def exposition(stats: Mapping[str, Any]) -> str:
     return generate_latest(registry).decode()
 
 
+def tiers_in(store: Mapping[str, Any]) -> list[str]:
+    """The names of the tiers that have numbers in a store's statistics."""
+    return [name.removesuffix(".breaker") for name in store if name.endswith(".breaker")]
+
+
 class _Families:
     """Metrics by name, in the order of the tables."""
 
@@ -239,7 +244,7 @@ class _Families:
                 self._add(*_CHUNK_HITS, value, tier=last)
             elif dot and first.startswith("slab"):
                 self._add(*(_SLAB_USED if last == "bytes_used" else _SLAB), value, slab=first.removeprefix("slab"))
-        for tier in [name.removesuffix(".breaker") for name in store if name.endswith(".breaker")]:
+        for tier in tiers_in(store):
             prefix = tier + "."
             self._add_tier(tier, {n.removeprefix(prefix): v for n, v in store.items() if n.startswith(prefix)})
 

@@ -43,7 +43,7 @@ def exchange_of(number: int) -> SimpleNamespace:
     """What a journal reads of an exchange."""
     progress = Progress("computing", 9, {"device": 4}, 5, number, 0, 0.2, 0.1, None, None, None)
     request = SimpleNamespace(completion=None, progress=lambda: progress)
-    asked = SimpleNamespace(prompts=[SimpleNamespace(tokens=[1] * 9)], stream=False, choices=1, silent=False)
+    asked = SimpleNamespace(prompts=[None], prompt_tokens=9, stream=False, choices=1, silent=False)
     return SimpleNamespace(request=asked, requests=[request])
 
 

@@ -215,7 +215,7 @@ class Generation:
     async def _serve(
         self, request: GenerationRequest, context: RequestContext, send: Send, reservation: Reservation
     ) -> None:
-        self.metrics.observe_prompts(context.route, request)
+        self.metrics.prompt_tokens.labels(context.route).observe(request.prompt_tokens)
         exchange = await self.async_engine.open(request, context.tenant.salt(request.cache_salt), reservation)
         self.request_history.begin(context, exchange)
         try:

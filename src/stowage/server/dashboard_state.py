@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from stowage.engine.engine import Engine
 from stowage.engine.placement_report import placement, shared_tiers, weights_bytes
+from stowage.metrics import tiers_in
 
 TRANSFER_NUMBERS: Final = (
     "transfers_under_way spills_waiting promoted promoted_bytes spills spilled_bytes timeouts"
@@ -124,7 +125,7 @@ def sample(stats: Stats, counts: Mapping[str, float], choices_open: int) -> dict
         used = sum(value for name, value in store.items() if name.startswith("slab") and name.endswith(".bytes_used"))
         found |= {name: store[name] for name in ("promoted_bytes", "spilled_bytes")}
         found[f"{_USED}host"] = _share(used, store["host_bytes"])
-        for tier in [name.removesuffix(".breaker") for name in store if name.endswith(".breaker")]:
+        for tier in tiers_in(store):
             found[_USED + tier] = _share(store.get(f"{tier}.bytes_used"), store.get(f"{tier}.bytes_limit"))
     return found
 

@@ -42,11 +42,12 @@ class Fields:
     def __init__(self, value: dict[str, Any], where: str = "") -> None:
         self._left = {name: item for name, item in value.items() if item is not None}
         self._names = set(value)
-        self._where = where
+        self.where = where
+        """Its own path; empty for a request's."""
         self._read: set[str] = set()
 
     def path(self, name: str) -> str:
-        return f"{self._where}.{name}" if self._where else name
+        return f"{self.where}.{name}" if self.where else name
 
     def take(self, name: str) -> Any:
         """The field's value, unchecked; None where it is missing."""
@@ -60,15 +61,18 @@ class Fields:
     def given(self, name: str) -> bool:
         return name in self._left
 
+    def need(self, name: str) -> None:
+        """Raises ApiError where the field is not given."""
+        if name not in self._left:
+            raise bad(f"You must give {self.path(name)!r}.", self.path(name))
+
     def text(self, name: str, default: str | None = None) -> str | None:
         value = self.take(name)
         return default if value is None else self.as_text(name, value)
 
     def needed_text(self, name: str) -> str:
-        value = self.text(name)
-        if value is None:
-            raise bad(f"You must give {self.path(name)!r}.", self.path(name))
-        return value
+        self.need(name)
+        return self.as_text(name, self.take(name))
 
     def as_text(self, name: str, value: object) -> str:
         if not isinstance(value, str):
@@ -170,6 +174,10 @@ class Fields:
         """The fields of an object that is a field."""
         value = self._object(name)
         return None if value is None else Fields(value, self.path(name))
+
+    def needed_inside(self, name: str) -> Fields:
+        self.need(name)
+        return Fields(self._object(name) or {}, self.path(name))
 
     def _object(self, name: str) -> dict[str, Any] | None:
         value = self.take(name)

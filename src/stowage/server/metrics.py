@@ -80,9 +80,6 @@ class ServerMetrics:
         self.requests.labels(route, str(status)).inc()
         self.seconds.labels(route).observe(seconds)
 
-    def observe_prompts(self, route: str, request: GenerationRequest) -> None:
-        self.prompt_tokens.labels(route).observe(sum(len(prompt.tokens) for prompt in request.prompts))
-
     def totals(self) -> dict[str, float]:
         """The counters that the dashboard shows, summed over all routes."""
         asked = [s for s in _samples(self.requests) if s.labels.get("route") in GENERATION]

@@ -91,7 +91,7 @@ class RequestHistory:
             "state": _end_of(context) if ended else _foremost(progress),
             "status": context.status or None,
             "reason": ", ".join(sorted(reasons - {"cancelled"})) if ended else "",
-            "prompt_tokens": sum(len(prompt.tokens) for prompt in request.prompts),
+            "prompt_tokens": request.prompt_tokens,
             "reused_tokens": _added(one.reused_tokens for one in ahead),
             "computed_tokens": sum(one.computed_tokens for one in ahead),
             "answer_tokens": 0 if request.silent else sum(one.new_tokens for one in progress),

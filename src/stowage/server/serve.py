@@ -75,10 +75,7 @@ def serve_embeddings(
         app = embedding_app.build(served, keys, limits, ServerMetrics(), origins, address.host if guarded else None)
         server = _server(app, limits)
         running = asyncio.create_task(server.serve(sockets=[address.socket]))
-        while not server.started and not running.done():
-            await asyncio.sleep(_TICK_S)
-        if server.started:
-            ready()
+        if await _started(server, running, ready):
             await asyncio.wait({running, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         if not (await asyncio.wait({running}, timeout=limits.shutdown_timeout_s))[0]:
@@ -124,10 +121,7 @@ async def run(
     running = asyncio.create_task(server.serve(sockets=[address.socket]))
     sampling = asyncio.create_task(watch.sample_for_ever())
     try:
-        while not server.started and not running.done():
-            await asyncio.sleep(_TICK_S)
-        if server.started:
-            ready()
+        if await _started(server, running, ready):
             while await _fails(supervisor, running, stop) and await _reopened(async_engine):
                 pass
         await _stop(server, running, async_engine, limits)
@@ -139,6 +133,15 @@ async def run(
             await sampling
         async_engine.close()
     return not supervisor.failed
+
+
+async def _started(server: uvicorn.Server, running: asyncio.Task[None], ready: Callable[[], None]) -> bool:
+    """Wait until requests are accepted, and say so; False where the server has ended before."""
+    while not server.started and not running.done():
+        await asyncio.sleep(_TICK_S)
+    if server.started:
+        ready()
+    return server.started
 
 
 async def _fails(supervisor: EngineSupervisor, running: asyncio.Task[None], stop: asyncio.Event) -> bool:

@@ -51,15 +51,11 @@ def _of_format(fields: Fields) -> tuple[str, dict[str, Any]] | None:
     kind = inside.needed_text("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise bad(f"'response_format.type' is {kind[:40]!r}; use one of {_FORMATS}.", "response_format.type")
-    schema = inside.inside("json_schema") if kind == "json_schema" else None
+    schema = inside.needed_inside("json_schema") if kind == "json_schema" else None
     inside.finish()
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return "response_format", {"json_object": True}
-    if schema is None:
-        raise bad("You must give 'response_format.json_schema'.", "response_format.json_schema")
-    return "response_format.json_schema", of_schema(schema)
+    if schema is not None:
+        return schema.where, of_schema(schema)
+    return None if kind == "text" else ("response_format", {"json_object": True})
 
 
 def of_schema(schema: Fields) -> dict[str, Any]:
@@ -67,8 +63,7 @@ def of_schema(schema: Fields) -> dict[str, Any]:
     schema.text("name")
     schema.text("description")
     schema.flag("strict")
-    if not schema.given("schema"):
-        raise bad(f"You must give {schema.path('schema')!r}.", schema.path("schema"))
+    schema.need("schema")
     found = schema.mapping("schema")
     schema.finish()
     return {"json": found}

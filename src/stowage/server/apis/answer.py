@@ -62,11 +62,6 @@ class Answer(ABC):
         return "", error.body
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts; each prompt counts once, however many choices it has."""
-        return sum(len(prompt.tokens) for prompt in self.request.prompts)
-
-    @property
     def answer_tokens(self) -> int:
         return 0 if self.request.silent else sum(len(done.token_ids) for done in self._ended.values())
 
@@ -104,9 +99,9 @@ class OpenAIAnswer(Answer):
     def usage(self) -> dict[str, Any]:
         """Tokens of prompts and of answers, and prompt tokens that were not computed."""
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": self.request.prompt_tokens,
             "completion_tokens": self.answer_tokens,
-            "total_tokens": self.prompt_tokens + self.answer_tokens,
+            "total_tokens": self.request.prompt_tokens + self.answer_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 

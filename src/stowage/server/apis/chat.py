@@ -28,8 +28,6 @@ from stowage.server.tools.request_tools import (
 )
 from stowage.server.vocabulary import Vocabulary
 
-_CHOICES = {"none": "none", "auto": "auto", "required": "required"}
-
 
 def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> GenerationRequest:
     """Parse a request. `begin`: see `Prompts.read`. Raises ApiError."""
@@ -67,18 +65,16 @@ def read(reader: Reader, body: bytes | bytearray, begin: Begin = unasked) -> Gen
 
 def chat_tools(fields: Fields) -> RequestTools:
     """The tools of a request, in OpenAI's form. Raises ApiError."""
-    found = tuple(_tool(inside, where) for inside, where in read_tools(fields))
-    choice, name = read_tool_choice(fields, _CHOICES, "function")
+    found = tuple(_tool(one) for one in read_tools(fields))
+    choice, name = read_tool_choice(fields, "function")
     return checked_tools(found, choice, name, parallel=fields.flag("parallel_tool_calls", True))
 
 
-def _tool(fields: Fields, where: str) -> Tool:
+def _tool(fields: Fields) -> Tool:
     check_kind(fields, "function", "function")
-    inside = fields.inside("function")
-    if inside is None:
-        raise bad(f"You must give '{where}.function'.", f"{where}.function")
+    inside = fields.needed_inside("function")
     fields.finish()
-    return read_function(inside, f"{where}.function")
+    return read_function(inside)
 
 
 class ChatAnswer(OpenAIAnswer):

@@ -80,9 +80,7 @@ def _call(raw: Any, where: str) -> dict[str, Any]:
     fields.without_effect("index")
     identity = fields.text("id", "") or ""
     check_kind(fields, "function", "function")
-    inside = fields.inside("function")
-    if inside is None:
-        raise bad(f"You must give '{where}.function'.", f"{where}.function")
+    inside = fields.needed_inside("function")
     name, arguments = inside.needed_text("name"), inside.text("arguments", "") or ""
     inside.finish()
     fields.finish()

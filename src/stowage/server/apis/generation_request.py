@@ -49,6 +49,11 @@ class GenerationRequest:
     def choices(self) -> int:
         return len(self.prompts) * self.n
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts; each prompt counts once, however many choices it has."""
+        return sum(len(prompt.tokens) for prompt in self.prompts)
+
     def params_of(self, choice: int) -> SamplingParams:
         """The parameters of one choice: choices of one prompt need different seeds."""
         prompt, number = divmod(choice, self.n)

@@ -42,8 +42,8 @@ def _read(reader: Reader, body: bytes | bytearray, begin: Begin, *, counted: boo
     fields = Fields(parse_object(body))
     fields.without_effect("metadata", "service_tier", "inference_geo")
     model = reader.model(fields)
-    if not counted and not fields.given("max_tokens"):
-        raise bad("You must give 'max_tokens'.", "max_tokens")
+    if not counted:
+        fields.need("max_tokens")
     new_tokens = fields.whole("max_tokens", None, 1, TOKENS_MOST)
     template = _thinking(fields.inside("thinking"), reader)
     effort, wanted = _output(fields, reader)
@@ -99,7 +99,7 @@ def _output(fields: Fields, reader: Reader) -> tuple[dict[str, Any], tuple[str, 
 
 
 def _tools(fields: Fields) -> RequestTools:
-    found = tuple(_tool(inside, where) for inside, where in read_tools(fields))
+    found = tuple(_tool(one) for one in read_tools(fields))
     choice = fields.inside("tool_choice")
     if choice is None:
         return checked_tools(found, "auto", "", parallel=True)
@@ -111,12 +111,11 @@ def _tools(fields: Fields) -> RequestTools:
     return checked_tools(found, _CHOICES[kind], name, parallel=parallel)
 
 
-def _tool(inside: Fields, where: str) -> Tool:
+def _tool(inside: Fields) -> Tool:
     check_kind(inside, "custom", "custom")
     inside.without_effect("cache_control", "input_examples")
-    if not inside.given("input_schema"):
-        raise bad(f"You must give '{where}.input_schema'.", f"{where}.input_schema")
-    return read_function(inside, where, schema="input_schema")
+    inside.need("input_schema")
+    return read_function(inside, schema="input_schema")
 
 
 def _messages(raw: Any) -> list[dict[str, Any]]:
@@ -188,7 +187,7 @@ class MessageAnswer(Answer):
         return self._frame(content) | self._ending(completion, spoken) | {"usage": self._usage()}
 
     def opening(self) -> list[Event]:
-        usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
+        usage = {"input_tokens": self.request.prompt_tokens, "output_tokens": 0}
         usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         started = self._frame([]) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
         return [_event("message_start", message=started)]
@@ -250,7 +249,7 @@ class MessageAnswer(Answer):
     def _usage(self) -> dict[str, Any]:
         cached = self.cached_tokens
         return {
-            "input_tokens": self.prompt_tokens - cached,
+            "input_tokens": self.request.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": self.answer_tokens,

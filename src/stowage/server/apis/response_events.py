@@ -141,11 +141,11 @@ class ResponseAnswer(Answer):
     def _usage(self) -> dict[str, Any]:
         thought = self._vocabulary.count(self._parsers.spoken(0).reasoning)
         return {
-            "input_tokens": self.prompt_tokens,
+            "input_tokens": self.request.prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.cached_tokens},
             "output_tokens": self.answer_tokens,
             "output_tokens_details": {"reasoning_tokens": min(thought, self.answer_tokens)},
-            "total_tokens": self.prompt_tokens + self.answer_tokens,
+            "total_tokens": self.request.prompt_tokens + self.answer_tokens,
         }
 
 

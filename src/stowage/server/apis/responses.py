@@ -28,7 +28,6 @@ from stowage.server.tools.request_tools import (
     read_tools,
 )
 
-_CHOICES: Final = {"none": "none", "auto": "auto", "required": "required"}
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXTS: Final = ("input_text", "output_text", "text")
 _LOGPROBS: Final = "message.output_text.logprobs"
@@ -105,14 +104,14 @@ def _format(inside: Fields | None) -> tuple[str, StructuredOutputs] | None:
 
 
 def _tools(fields: Fields) -> RequestTools:
-    found = tuple(_tool(inside, where) for inside, where in read_tools(fields))
-    choice, name = read_tool_choice(fields, _CHOICES, None)
+    found = tuple(_tool(one) for one in read_tools(fields))
+    choice, name = read_tool_choice(fields, None)
     return checked_tools(found, choice, name, parallel=fields.flag("parallel_tool_calls", True))
 
 
-def _tool(inside: Fields, where: str) -> Tool:
+def _tool(inside: Fields) -> Tool:
     check_kind(inside, None, "function")
-    return read_function(inside, where)
+    return read_function(inside)
 
 
 def _input(fields: Fields) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from stowage.server.fields import Fields
 TOOLS_MAX: Final = 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _DESCRIPTION_CHARACTERS: Final = 1 << 16
+_CHOICES: Final = ("none", "auto", "required")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,8 @@ def checked_tools(tools: tuple[Tool, ...], choice: str, name: str, *, parallel: 
     return RequestTools(tools, choice if tools else "none", name, parallel)
 
 
-def read_tools(fields: Fields) -> list[tuple[Fields, str]]:
-    """The entries of `tools`, each with its path. Raises ApiError."""
+def read_tools(fields: Fields) -> list[Fields]:
+    """The entries of `tools`. Raises ApiError."""
     raw = fields.take("tools")
     if raw is None:
         return []
@@ -90,7 +91,7 @@ def read_tools(fields: Fields) -> list[tuple[Fields, str]]:
     wrong = next((at for at, one in enumerate(raw) if not isinstance(one, dict)), None)
     if wrong is not None:
         raise bad(f"'{where}[{wrong}]' must be an object.", f"{where}[{wrong}]")
-    return [(Fields(one, f"{where}[{at}]"), f"{where}[{at}]") for at, one in enumerate(raw)]
+    return [Fields(one, f"{where}[{at}]") for at, one in enumerate(raw)]
 
 
 def check_kind(fields: Fields, default: str | None, wanted: str) -> None:
@@ -100,9 +101,9 @@ def check_kind(fields: Fields, default: str | None, wanted: str) -> None:
         raise bad(f"{where!r} is {str(kind)[:40]!r}; only {wanted!r} is supported by this server.", where)
 
 
-def read_function(inside: Fields, where: str, *, schema: str = "parameters") -> Tool:
+def read_function(inside: Fields, *, schema: str = "parameters") -> Tool:
     """A function's `name`, `description`, `parameters` and `strict`. Raises ApiError."""
-    name = inside.needed_text("name")
+    name, where = inside.needed_text("name"), inside.where
     if not _NAME.fullmatch(name):
         what = f"'{where}.name' is {name[:80]!r}; it must be 1 to 128 letters, digits, dots, _ or -."
         raise bad(what, f"{where}.name")
@@ -119,25 +120,23 @@ def read_function(inside: Fields, where: str, *, schema: str = "parameters") -> 
     return Tool(name, description, parameters, strict, where, schema)
 
 
-def read_tool_choice(fields: Fields, words: dict[str, str], inside: str | None) -> tuple[str, str]:
-    """Reads `tool_choice` into `RequestTools.choice` and `RequestTools.name`. `words`: the API's words for choices;
-    `inside`: the field of the object that holds the name, or None when `tool_choice` itself holds it. Raises ApiError.
+def read_tool_choice(fields: Fields, inside: str | None) -> tuple[str, str]:
+    """Reads OpenAI's `tool_choice` into `RequestTools.choice` and `RequestTools.name`. `inside`: the field of the
+    object that holds the name, or None when `tool_choice` itself holds it. Raises ApiError.
     """
     raw, where = fields.take("tool_choice"), fields.path("tool_choice")
     if raw is None:
         return "auto", ""
-    if isinstance(raw, str) and raw in words:
-        return words[raw], ""
+    if isinstance(raw, str) and raw in _CHOICES:
+        return raw, ""
     if not isinstance(raw, dict):
-        raise fields.wrong("tool_choice", raw, f"one of {', '.join(words)}, or an object that names a function")
+        raise fields.wrong("tool_choice", raw, f"one of {', '.join(_CHOICES)}, or an object that names a function")
     named = Fields(raw, where)
     kind = named.text("type")
     if kind != "function":
         shown = json.dumps(kind)[:40]
         raise bad(f"'{where}.type' is {shown}, which is not supported by this server; use 'function'.", f"{where}.type")
-    holder = named if inside is None else named.inside(inside)
-    if holder is None:
-        raise bad(f"You must give '{where}.{inside}'.", f"{where}.{inside}")
+    holder = named if inside is None else named.needed_inside(inside)
     name = holder.needed_text("name")
     if holder is not named:
         holder.finish()
