@@ -18,51 +18,34 @@ from stowage.errors import ConfigError
 from stowage.storage.circular_log import CircularLog, Piece
 from stowage.storage.packed_memory import PackedMemoryTier
 from stowage.storage.protocol import Outcome, Transfer
-from tests.disk_client import aligned
-from tests.tier_client import NEVER_S, key
+from tests.disk_client import aligned, numbers
+from tests.tier_client import NEVER_S, TierClient, key, keys_of
 
 KIB = 1 << 10
 LENGTH = 64 * KIB
 
 
-def numbers(chunk: bytes, length: int) -> bytes:
-    """bfloat16 as keys and values have them, other ones for each chunk."""
-    drawn = np.random.default_rng(list(chunk)).standard_normal(length // 2 + 1, np.float32)
-    return (drawn.view(np.uint32) >> 16).astype("<u2").tobytes()[:length]
-
-
-class Client:
-    """Stores and loads, and waits for either."""
+class Client(TierClient):
+    """Names its chunks, and fills them with what packs."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.tier = PackedMemoryTier(limit_bytes)
-        self._ids = iter(range(1, 1 << 30))
+        super().__init__(PackedMemoryTier(limit_bytes))
 
     def store(self, names: list[object], lengths: list[int] | None = None, deadline_s: float = NEVER_S) -> Outcome:
-        keys = [key(name) for name in names]
-        buffers = aligned(lengths or [LENGTH] * len(keys))
+        keys, buffers = keys_of(*names), aligned(lengths or [LENGTH] * len(names))
         for chunk, buffer in zip(keys, buffers, strict=True):
             buffer[:] = numbers(chunk, buffer.nbytes)
-        self.tier.store(Transfer(next(self._ids), keys, buffers, np.ones(len(keys), np.uint64), deadline_s))
-        return self.outcome()
+        return self.outcome(self.begin("store", self.transfer(keys, buffers, deadline_s=deadline_s)))
 
     def load(self, names: list[object], lengths: list[int] | None = None) -> list[bool]:
-        keys = [key(name) for name in names]
-        buffers = aligned(lengths or [LENGTH] * len(keys))
-        self.tier.load(Transfer(next(self._ids), keys, buffers, np.zeros(len(keys), np.uint64), NEVER_S))
-        outcome = self.outcome()
-        for chunk, buffer, ok in zip(keys, buffers, outcome.ok, strict=True):
+        keys, buffers = keys_of(*names), aligned(lengths or [LENGTH] * len(names))
+        found: list[bool] = self.outcome(self.begin("load", self.transfer(keys, buffers))).ok.tolist()
+        for chunk, buffer, ok in zip(keys, buffers, found, strict=True):
             assert not ok or bytes(buffer) == numbers(chunk, buffer.nbytes)
-        return [bool(ok) for ok in outcome.ok]
-
-    def outcome(self) -> Outcome:
-        while not (outcomes := self.tier.poll()):
-            time.sleep(0.0005)
-        (outcome,) = outcomes
-        return outcome
+        return found
 
     def has(self, names: list[object]) -> list[bool]:
-        return [bool(mask) for mask in self.tier.lookup([key(name) for name in names])]
+        return [bool(mask) for mask in self.tier.lookup(keys_of(*names))]
 
 
 @pytest.fixture

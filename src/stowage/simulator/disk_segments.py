@@ -26,7 +26,7 @@ from stowage.core.table import EXTENT, make_rows
 from stowage.storage.disk.allocator import metadata_bytes, segment_bytes_for
 from stowage.storage.disk.compaction import REWRITE_SHARE
 from stowage.storage.disk.read_plan import RUN_BYTES_MAX
-from stowage.storage.disk.tier import OWN_BYTES, SEGMENT_BYTES, SEGMENT_BYTES_SMALL, SEGMENTS
+from stowage.storage.disk.tier import segment_bytes_within
 from stowage.storage.disk.writer import BATCH_BYTES_MAX
 from stowage.storage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, footer_room
 
@@ -49,9 +49,7 @@ class Segments:
         self._limit_bytes = limit_bytes
         self._chunk_bytes = round_up(chunk_bytes)
         self._least_bytes = segment_bytes_for(chunk_bytes)
-        room = limit_bytes - OWN_BYTES
-        wanted = min(SEGMENT_BYTES, max(room // SEGMENTS, min(SEGMENT_BYTES_SMALL, room // 4)))
-        self.segment_bytes = min(round_up(max(wanted, self._least_bytes)), room // PAGE_BYTES * PAGE_BYTES)
+        self.segment_bytes = segment_bytes_within(limit_bytes, chunk_bytes)
         self._batch_chunks = max(1, min(BATCH_CHUNKS_MAX, BATCH_BYTES_MAX // self._chunk_bytes))
         self._rewrite_chunks = max(1, min(BATCH_CHUNKS_MAX, RUN_BYTES_MAX // self._chunk_bytes))
         self._rows = make_rows(_POSITION_BYTES)

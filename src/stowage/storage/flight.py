@@ -30,6 +30,12 @@ class Flight:
         """Chunks of which nothing can be said yet."""
         return max(0, len(self.ok) - int(np.count_nonzero(self.ok)) - self.failures.total())
 
+    def dropped(self) -> Outcome:
+        """How it ends at a tier that takes no more."""
+        if len(self.ok):
+            self.failures["dropped: queue full"], self.refused = len(self.ok), True
+        return self.outcome()
+
     def outcome(self) -> Outcome:
         text = ", ".join(f"{count} of {len(self.ok)} chunks {what}" for what, count in sorted(self.failures.items()))
         return Outcome(self.transfer.id, self.ok, self.masks, text, self.refused)

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from stowage.log import Trouble
 from stowage.storage.counters import TierCounters
+from stowage.storage.flight import Flight
 from stowage.storage.host_table import Layout, Reader, Snapshot, read_changes, read_header
 from stowage.storage.lease import Lease, Published, hold, published
-from stowage.storage.protocol import TRANSFERS_MAX, Inquiry, Outcome, Probe, Reporter, Transfer
+from stowage.storage.protocol import TRANSFERS_MAX, Inquiry, Probe, Reporter, Transfer
 
 READERS_MAX: Final = 4
 
@@ -117,34 +118,35 @@ class NeighbourTier(Reporter):
             self._loads.submit(self._run, transfer)
         else:
             self._counters.add("dropped", len(transfer.keys))
-            self._finish(transfer, np.zeros(len(transfer.keys), np.bool_), np.zeros(len(transfer.keys), np.uint64))
+            self._report(Flight(transfer).dropped())
 
     def store(self, transfer: Transfer) -> None:
         """Never: neighbours compute for themselves."""
-        self._finish(transfer, np.zeros(len(transfer.keys), np.bool_), transfer.masks)
+        flight = Flight(transfer)
+        flight.masks[:] = transfer.masks
+        self._finish(flight)
 
     def _run(self, transfer: Transfer) -> None:
-        ok, masks = np.zeros(len(transfer.keys), np.bool_), np.zeros(len(transfer.keys), np.uint64)
+        flight = Flight(transfer)
         try:
             if self._closed or self._clock() > transfer.deadline_s:
                 self._counters.add("timed_out", len(transfer.keys))
             else:
                 for known in list(self._known.values()):
-                    mine = [at for at, key in enumerate(transfer.keys) if not ok[at] and key in known.snapshot.slots]
+                    slots = known.snapshot.slots
+                    mine = [at for at, key in enumerate(transfer.keys) if not flight.ok[at] and key in slots]
                     if mine:
-                        self._copy(known, transfer, mine, ok, masks)
-                self._counters.add("vanished", int(np.count_nonzero(~ok)))
+                        self._copy(known, flight, mine)
+                self._counters.add("vanished", flight.unsettled)
         except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
             self._counters.fault("a transfer failed")
         with self._turn:
             self._under_way -= 1
-        self._finish(transfer, ok, masks)
+        self._finish(flight)
 
-    def _copy(
-        self, known: _Known, transfer: Transfer, mine: list[int], ok: NDArray[np.bool_], masks: NDArray[np.uint64]
-    ) -> None:
+    def _copy(self, known: _Known, flight: Flight, mine: list[int]) -> None:
         """Of one neighbour, what it still has. Its part of the budget is taken as long as its memory is open here."""
-        files: list[int] = []
+        transfer, files = flight.transfer, list[int]()
         try:
             files.append(hold(str(known.published.part)))
             files.append(os.open(known.published.table, os.O_RDONLY | os.O_CLOEXEC))
@@ -158,7 +160,7 @@ class NeighbourTier(Reporter):
                 found = reader.begin(slot, transfer.keys[at])
                 if found is None or not _fill(arena, buffer, found[2]) or not reader.confirm(slot, found[0]):
                     continue
-                ok[at], masks[at] = True, found[1]
+                flight.ok[at], flight.masks[at] = True, found[1]
                 self._counters.add("reads")
                 self._counters.add("read_bytes", buffer.nbytes)
         except OSError:
@@ -167,9 +169,12 @@ class NeighbourTier(Reporter):
             for file in files:
                 os.close(file)
 
-    def _finish(self, transfer: Transfer, ok: NDArray[np.bool_], masks: NDArray[np.uint64]) -> None:
+    def _finish(self, flight: Flight) -> None:
         """What did not come says nothing of this tier: it was evicted there, or the neighbour has ended."""
-        self._report(Outcome(transfer.id, ok, masks, "" if ok.all() else "not there any more", refused=True))
+        if flight.unsettled:
+            flight.failures["not there any more"] = flight.unsettled
+        flight.refused = True
+        self._report(flight.outcome())
 
     def discard(self, keys: list[bytes]) -> None:
         """Nothing: they are the neighbours'."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Final
 
@@ -27,8 +27,9 @@ from stowage.errors import FormatError
 from stowage.log import Trouble
 from stowage.storage.circular_log import CircularLog, Piece
 from stowage.storage.counters import TierCounters
+from stowage.storage.flight import Flight
 from stowage.storage.host import map_memory
-from stowage.storage.protocol import TRANSFERS_MAX, Outcome, Reporter, Transfer
+from stowage.storage.protocol import TRANSFERS_MAX, Reporter, Transfer
 
 LOADED_BYTES: Final = 4 << 20
 """A reader takes so many bytes of a load, or one longer chunk, at a time."""
@@ -55,16 +56,11 @@ class _Chunk(Piece):
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _Flight(Flight):
     """A transfer that was taken. `left`: its parts that have not ended."""
 
-    transfer: Transfer
-    is_load: bool
-    left: int
-    ok: NDArray[np.bool_]
-    masks: NDArray[np.uint64]
-    errors: set[str] = field(default_factory=set)
-    refused: bool = False
+    is_load: bool = True
+    left: int = 1
 
 
 class PackedMemoryTier(Reporter):
@@ -112,8 +108,7 @@ class PackedMemoryTier(Reporter):
             self._stores.submit(self._run, self._store_all, under, range(len(transfer.keys)))
 
     def _begin(self, transfer: Transfer, is_load: bool, parts: int) -> _Flight | None:
-        count = len(transfer.keys)
-        under = _Flight(transfer, is_load, parts, np.zeros(count, np.bool_), np.zeros(count, np.uint64))
+        under = _Flight(transfer, is_load=is_load, left=parts)
         if not is_load:
             under.masks[:] = transfer.masks
         with self._change:
@@ -121,35 +116,35 @@ class PackedMemoryTier(Reporter):
             if taken:
                 self._under_way[is_load] += 1
                 return under
-        if count:
-            self._counters.add("dropped", count)
-        self._finish(under, "dropped: queue full" if count else "", refused=bool(count))
+        self._counters.add("dropped", len(transfer.keys))
+        self._report(under.dropped())
         return None
 
     def _run(self, work: Callable[[_Flight, range], None], under: _Flight, part: range) -> None:
         """A part of a transfer, in a thread. However it ends, the transfer is reported when all parts have ended."""
         if self._closed:
             under.refused = True
-            under.errors.add("given up: closing")
+            self._fail(under, "given up: closing", len(part))
         elif self._clock() > under.transfer.deadline_s:
             self._counters.add("timed_out", len(part))
-            under.errors.add("timed out in the queue")
+            self._fail(under, "timed out in the queue", len(part))
         else:
             try:
                 work(under, part)
             except Exception:  # noqa: BLE001 - the thread's outermost frame; counted and logged
                 self._counters.fault("a transfer failed")
-                under.errors.add("failed")
+                self._fail(under, "failed", int(np.count_nonzero(~under.ok[part.start : part.stop])))
         with self._change:
             under.left -= 1
             ended = not under.left
             if ended:
                 self._under_way[under.is_load] -= 1
         if ended:
-            self._finish(under, ", ".join(sorted(under.errors)), under.refused)
+            self._report(under.outcome())
 
-    def _finish(self, under: _Flight, error: str, refused: bool) -> None:
-        self._report(Outcome(under.transfer.id, under.ok, under.masks, error, refused))
+    def _fail(self, under: _Flight, what: str, chunks: int = 1) -> None:
+        with self._change:
+            under.failures[what] += chunks
 
     def discard(self, keys: list[bytes]) -> None:
         """Forgets the keys. Their bytes go when their turn comes."""
@@ -171,7 +166,7 @@ class PackedMemoryTier(Reporter):
             with self._change:
                 chunk = self._chunks.get(keys[at])
                 if chunk is None or chunk.length != buffers[at].nbytes:
-                    under.errors.add("not there any more")
+                    self._fail(under, "not there any more")
                     continue
                 chunk.readers += 1
                 chunk.was_read = True
@@ -180,7 +175,7 @@ class PackedMemoryTier(Reporter):
                 under.ok[at], under.masks[at] = True, chunk.mask
             except FormatError:
                 self._counters.fault("a packed chunk in memory does not unpack")
-                under.errors.add("failed")
+                self._fail(under, "failed")
             finally:
                 with self._change:
                     chunk.readers -= 1
@@ -203,11 +198,11 @@ class PackedMemoryTier(Reporter):
         for at in part:
             nbytes = buffers[at].nbytes
             if self._closed:
-                under.errors.add("given up: closing")
+                self._fail(under, "given up: closing", part.stop - at)
                 return
             if not 0 < nbytes <= self._log.bytes or not masks[at]:
                 self._counters.add("refused")
-                under.errors.add("some chunks do not fit")
+                self._fail(under, "do not fit")
                 continue
             self._may_move_bytes = min(self._may_move_bytes + nbytes // MOVED_SHARE, self._log.bytes // MOVED_SHARE)
             self._put(keys[at], masks[at], buffers[at])

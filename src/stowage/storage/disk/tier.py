@@ -28,6 +28,7 @@ from stowage.storage.disk.packing_rates import PackingRates
 from stowage.storage.disk.shared import Shared
 from stowage.storage.disk.storer import Storer
 from stowage.storage.disk.system import System
+from stowage.storage.flight import Flight
 from stowage.storage.format.compression import Compression
 from stowage.storage.format.protection import Protection
 from stowage.storage.protocol import TRANSFERS_MAX, Outcome, Reporter, Transfer
@@ -138,11 +139,8 @@ class DiskTier(Reporter):
             self._drop(transfer)
 
     def _drop(self, transfer: Transfer) -> None:
-        count = len(transfer.keys)
-        self._counters.add("dropped", count)
-        self._report(
-            Outcome(transfer.id, np.zeros(count, np.bool_), np.zeros(count, np.uint64), "dropped: queue full", True)
-        )
+        self._counters.add("dropped", len(transfer.keys))
+        self._report(Flight(transfer).dropped())
 
     def poll(self) -> list[Outcome]:
         """The outcomes since the last call, among them those of queued transfers whose deadline has passed."""
@@ -222,6 +220,11 @@ def _segment_bytes(path: Path, limit_bytes: int, *, wanted: int | None, chunk_by
             + (f" of {chunk_bytes_max} bytes" if chunk_bytes_max else "")
             + f". The least that works is {least} bytes: give it that or more."
         )
+    return segment_bytes_within(limit_bytes, chunk_bytes_max, wanted)
+
+
+def segment_bytes_within(limit_bytes: int, chunk_bytes_max: int, wanted: int | None = None) -> int:
+    """What one segment takes of a directory of `limit_bytes`, unless another size is `wanted`."""
     room = limit_bytes - OWN_BYTES
     if wanted is None:
         wanted = min(SEGMENT_BYTES, max(room // SEGMENTS, min(SEGMENT_BYTES_SMALL, room // 4)))

@@ -130,24 +130,18 @@ def unseal(
     if payload.nbytes != head.length or not fits:
         raise FormatError(f"a payload of {payload.nbytes} bytes, said to be {head.length}, for {buffer.nbytes}")
     if head.packed:
-        _unpack(head, payload, buffer)
-        return head.mask
-    if isinstance(head.guard, Cipher):
-        stream = head.guard.decrypt(head.fields, HEAD_BYTES, head.digest)
-        stream.update(payload, buffer)
-        exact = stream.verify()
-    else:
-        exact = head.guard.verify(head.fields, HEAD_BYTES, payload, head.digest)
-        if exact:
-            copy(payload, buffer)
-    if not exact:
-        raise FormatError("a payload that was not stored under this key")
+        _unpack(_verified(head, payload, None), buffer)
+    elif (whole := _verified(head, payload, buffer)) is payload:
+        copy(whole, buffer)
     return head.mask
 
 
-def _unpack(head: Head, payload: memoryview, buffer: memoryview) -> None:
+def _verified(head: Head, payload: memoryview, room: memoryview | None) -> memoryview:
+    """What was stored: ``payload``, or of a cipher what is made of it, in ``room`` where there is one. Raises
+    FormatError.
+    """
     if isinstance(head.guard, Cipher):
-        room = memoryview(bytearray(head.length))
+        room = memoryview(bytearray(head.length)) if room is None else room
         stream = head.guard.decrypt(head.fields, HEAD_BYTES, head.digest)
         stream.update(payload, room)
         payload, exact = room, stream.verify()
@@ -155,6 +149,10 @@ def _unpack(head: Head, payload: memoryview, buffer: memoryview) -> None:
         exact = head.guard.verify(head.fields, HEAD_BYTES, payload, head.digest)
     if not exact:
         raise FormatError("a payload that was not stored under this key")
+    return payload
+
+
+def _unpack(payload: memoryview, buffer: memoryview) -> None:
     try:
         lossless.unpack(payload, buffer)
     except lossless.UnknownCode as error:

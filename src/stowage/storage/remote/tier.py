@@ -91,16 +91,14 @@ class RemoteTier(Reporter):
         self._begin(transfer, is_load=False)
 
     def _begin(self, transfer: Transfer, is_load: bool) -> None:
-        flight, count = Flight(transfer), len(transfer.keys)
+        flight = Flight(transfer)
         with self._change:
             taken = not self._closed and (self._loads if is_load else self._stores) < self._transfers_max
             if taken:
                 self._count(is_load, 1)
         if not taken:
-            self._counters.add("dropped", count)
-            flight.failures["dropped: queue full"] = count
-            flight.refused = True
-            self._report(flight.outcome())
+            self._counters.add("dropped", len(transfer.keys))
+            self._report(flight.dropped())
             return
         self._worker.run(self._serve(flight, is_load), partial(self._served, flight, is_load))
 
