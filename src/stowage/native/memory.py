@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HUGE_BYTES: Final = 2 << 20
+_MAP_NORESERVE: Final = 0x4000
 _LARGEST_KEPT: Final = (32 << 20) - (64 << 10)
 """Just below ``DEFAULT_MMAP_THRESHOLD_MAX`` of glibc, with room for a chunk's header."""
 
@@ -24,6 +25,11 @@ _Memory: TypeAlias = "bytes | memoryview | mmap.mmap | NDArray[np.uint8]"
 def anonymous(nbytes: int) -> mmap.mmap:
     """``nbytes`` of zeros, of this process alone. Raises OSError where the system has not so much."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def reserved(nbytes: int) -> mmap.mmap:
+    """``anonymous``, of which only what is written takes memory, however much is asked for."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
 
 
 def in_huge_pages(mapping: mmap.mmap, begin: int = 0, nbytes: int | None = None) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stowage.errors import ModelError, UnsupportedModelError
 from stowage.weights.checkpoint import Checkpoint
-from stowage.weights.delivery import HOST, TIMEOUT_S, Load, Rows, Stacked, Streamed, files_of, hide, show
+from stowage.weights.delivery import HOST, TIMEOUT_S, Delivered, Load, Rows, Stacked, Streamed, files_of, hide, show
 from stowage.weights.device_prefetcher import Carrier, DevicePrefetcher, RingSlots, nbytes_of
 from stowage.weights.experts.cache import ExpertCache, Stacks, chosen
 from stowage.weights.experts.device_cache import DeviceExperts, LayerExperts, renumbered
@@ -67,7 +67,7 @@ class Deliveries:
         self._loads, self._carrier, self._host_buffers = loads, carrier, host_buffers or HostBuffers()
         ringed = [load for load in loads if load.delivery.rings]
         self._streams = [Streamed(load, self.device) for load in ringed]
-        self._comers: list[Streamed | Rows | Stacked] = list(self._streams)
+        self._comers: list[Delivered] = list(self._streams)
         self._in_ring = [n for n, load in enumerate(ringed) if carrier is None or load.delivery is Delivery.STREAM]
         self._ring: Ring | None = self._make_ring() if self._in_ring else None
         self._pinned: Any = None
@@ -302,7 +302,7 @@ class Deliveries:
                 return None
             if not args:
                 raise UnsupportedModelError("an embedding is called with a name for its ids: keep it resident.")
-            ids, read_bytes = rows.deliver(args[0], self._readers)
+            ids, read_bytes = rows.read(args[0], self._readers)
             self._row_bytes += read_bytes
             return (ids, *args[1:]), kwargs
 

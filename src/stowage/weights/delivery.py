@@ -96,22 +96,39 @@ def copied(location: ParameterLocation, readers: Readers) -> Tensor:
     return torch.from_numpy(raw).view(location.dtype).view(location.shape)
 
 
-class Streamed:
-    """A unit that computes from a slot of the ring, or from a buffer of the device."""
+class Delivered:
+    """The parameters of a unit: at what is delivered while it computes, offloaded otherwise, and from now on."""
 
-    def __init__(self, load: Load, device: torch.device) -> None:
+    def __init__(self, load: Load, device: torch.device = HOST) -> None:
         self.locations = list(load.locations.values())
         self.parameters = [load.unit.parameters[name] for name in load.locations]
         self._names = list(load.locations)
-        self.offloaded = [nan_placeholder(location.shape, location.dtype, device) for location in self.locations]
-        self.layout: SlotLayout = layout(self.locations)
+        self._offloaded = [nan_placeholder(location.shape, location.dtype, device) for location in self.locations]
         self._files = files_of(self.locations)
-        self._views: dict[int, list[Tensor]] = {}
         self.take_back()
 
     def check(self) -> None:
+        """Raises CheckpointError when a file that they lie in has changed."""
         for file in self._files:
             file.check()
+
+    def deliver(self, values: Sequence[Tensor]) -> None:
+        for parameter, view in zip(self.parameters, values, strict=True):
+            restore(parameter, view)
+
+    def take_back(self) -> None:
+        """May be called twice."""
+        for parameter, offloaded, name in zip(self.parameters, self._offloaded, self._names, strict=True):
+            offload(parameter, offloaded, name)
+
+
+class Streamed(Delivered):
+    """A unit that computes from a slot of the ring, or from a buffer of the device."""
+
+    def __init__(self, load: Load, device: torch.device) -> None:
+        super().__init__(load, device)
+        self.layout: SlotLayout = layout(self.locations)
+        self._views: dict[int, list[Tensor]] = {}
 
     def views(self, slot: int, memory: memoryview) -> list[Tensor]:
         """The parameters in a slot of the ring."""
@@ -121,67 +138,44 @@ class Streamed:
                 found = self._views[slot] = self.layout.tensors(self.locations, memory)
         return found
 
-    def deliver(self, views: Sequence[Tensor]) -> None:
-        for parameter, view in zip(self.parameters, views, strict=True):
-            restore(parameter, view)
 
-    def take_back(self) -> None:
-        """May be called twice."""
-        for parameter, offloaded, name in zip(self.parameters, self.offloaded, self._names, strict=True):
-            offload(parameter, offloaded, name)
-
-
-class Stacked:
+class Stacked(Delivered):
     """The experts of a layer, in the memory of the expert cache; parameters point there while the layer computes."""
 
     def __init__(self, load: Load) -> None:
-        self._names = list(load.locations)
-        self._parameters = [load.unit.parameters[name] for name in load.locations]
-        self._there = [parameter.data for parameter in self._parameters]
-        self._offloaded = [nan_placeholder(location.shape, location.dtype) for location in load.locations.values()]
-        self.take_back()
+        self._there = [load.unit.parameters[name].data for name in load.locations]
+        super().__init__(load)
 
     def show(self) -> None:
-        for parameter, there in zip(self._parameters, self._there, strict=True):
-            restore(parameter, there)
-
-    def take_back(self) -> None:
-        """May be called twice."""
-        for parameter, offloaded, name in zip(self._parameters, self._offloaded, self._names, strict=True):
-            offload(parameter, offloaded, name)
+        self.deliver(self._there)
 
 
-class Rows:
+class Rows(Delivered):
     """An embedding whose rows are read from disk on demand."""
 
     def __init__(self, load: Load, device: torch.device) -> None:
+        super().__init__(load, device)
         ((name, location),) = load.locations.items()
-        self._parameter = load.unit.parameters[name]
-        self._location = location
-        self._files = files_of([location])
+        self._location, self._own = location, name.rpartition(".")[2]
         self._table: File | memoryview
         self._table, self._begin = (
             (location.segments[0].file, location.segments[0].offset)
             if location.host is None
             else (memory_of(location.host), 0)
         )
-        self._offloaded = nan_placeholder(location.shape, location.dtype, device)
-        self._name = name
-        self.take_back()
         self._module = module = load.unit.module
         module.padding_idx = None  # type: ignore[assignment]  # only gradients want it, and it may lie outside of the rows
 
     @property
     def replaced(self) -> bool:
         """Whether the module computes from another table, as ``torch.func.functional_call`` gives it one."""
-        return self._module._parameters.get(self._name.rpartition(".")[2]) is not self._parameter
+        return self._module._parameters.get(self._own) is not self.parameters[0]
 
-    def deliver(self, ids: Tensor, readers: Readers) -> tuple[Tensor, int]:
+    def read(self, ids: Tensor, readers: Readers) -> tuple[Tensor, int]:
         """Read the rows of ``ids`` (any shape) into the module's weight. Returns their indices there, in the same
         shape, and the number of bytes read.
         """
-        for file in self._files:
-            file.check()
+        self.check()
         rows, numbers = torch.unique(ids, return_inverse=True)
         wanted = rows.tolist()
         if wanted and not 0 <= wanted[0] <= wanted[-1] < self._location.shape[0]:
@@ -199,9 +193,5 @@ class Rows:
         ticket.raise_error()
         with torch.inference_mode(False):  # parameters of other devices take no tensors of that mode
             table = torch.from_numpy(raw).view(self._location.dtype).view(-1, *self._location.shape[1:])
-            restore(self._parameter, table.to(self._offloaded.device))
+            self.deliver([table.to(self._offloaded[0].device)])
         return numbers, len(wanted) * row_bytes
-
-    def take_back(self) -> None:
-        """May be called twice."""
-        offload(self._parameter, self._offloaded, self._name)

@@ -7,7 +7,6 @@ memory.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -17,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.core.geometry import PAGE_BYTES, round_up
+from stowage.native.memory import reserved
 
 PIECE_BYTES: Final = 1 << 30
 """Of addresses that are asked for at a time: so that few calls pin it all."""
-_MAP_NORESERVE: Final = 0x4000
 
 
 class HostBuffers:
@@ -45,9 +44,7 @@ class HostBuffers:
         nbytes = values.numel() * values.element_size()
         taken = round_up(nbytes)
         if not self._pieces or self._used[-1] + taken > self._pieces[-1].nbytes:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-            memory = mmap.mmap(-1, max(taken, self._piece_bytes), flags=flags)
-            self._pieces.append(np.frombuffer(memory, np.uint8))
+            self._pieces.append(np.frombuffer(reserved(max(taken, self._piece_bytes)), np.uint8))
             self._used.append(0)
         begin = self._used[-1]
         self._used[-1] = begin + taken

@@ -14,11 +14,10 @@ from typing import Final
 
 from stowage.core.geometry import PAGE_BYTES
 from stowage.errors import StorageError
-from stowage.native.memory import address_of
+from stowage.native.memory import address_of, reserved
 from stowage.weights.file import pwrite_all
 
 _MAP_FIXED: Final = 0x10
-_MAP_NORESERVE: Final = 0x4000
 _MAPPINGS_SHARE: Final = 0.8
 """Share of the mappings that a process may have; the rest is left to other uses."""
 
@@ -43,8 +42,7 @@ class Span:
     """
 
     def __init__(self, nbytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self.memory = mmap.mmap(-1, nbytes, flags=flags)
+        self.memory = reserved(nbytes)
         self.address = address_of(self.memory)
 
 
