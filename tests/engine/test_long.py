@@ -70,7 +70,7 @@ def device_bytes(layouts, percent):
     total = 0
     for layout in layouts:
         group = layout.group
-        blocks = blocks_needed(layout, len(PROMPT) + NEW_TOKENS, SMALL["max_num_batched_tokens"])
+        blocks = blocks_needed(layout.group, len(PROMPT) + NEW_TOKENS, SMALL["max_num_batched_tokens"])
         if group.kind is Kind.FULL:
             blocks = max(blocks * percent // 100, blocks_at_work(group, 1), -(-least // group.block_tokens))
         total += (blocks + 1) * group.bytes_per_block

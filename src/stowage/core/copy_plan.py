@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stowage.core.geometry import NULL_BLOCK, BoolArray, Group, IntArray, MaskArray
+from stowage.core.geometry import NULL_BLOCK, BoolArray, Group, IntArray, MaskArray, SlabClass
 from stowage.core.groups.base import GroupStrategy, expand_masks
 
 
@@ -35,6 +35,10 @@ class CopyPlan:
     def copies(self) -> int:
         """Blocks to copy."""
         return len(self.blocks)
+
+    def addresses(self, slab: SlabClass, block_bytes: int) -> IntArray:
+        """Where each copy's block begins in the arena, whose slots of the plan's group are ``slab``."""
+        return slab.offset_bytes + (self.slots - slab.first_slot) * slab.slot_bytes + self.offsets * block_bytes
 
     def bytes(self, group: Group) -> int:
         """Bytes that the copies move; `group` is the group that the plan is for."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -112,6 +112,10 @@ class Group:
         """Tokens that one chunk covers."""
         return self.block_tokens * self.blocks_per_chunk
 
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks in the table of a sequence of so many tokens: of a state the live one alone."""
+        return 1 if self.kind is Kind.RECURRENT else -(-tokens // self.block_tokens)
+
     @property
     def bytes_per_chunk(self) -> int:
         """Payload of one chunk, without alignment."""
@@ -168,6 +172,11 @@ class SlabClass:
         return self.offset_bytes + (slot - self.first_slot) * self.slot_bytes
 
 
+def slab_of_groups(slabs: Iterable[SlabClass]) -> dict[int, SlabClass]:
+    """The slab class of each group, by its index."""
+    return {group: slab for slab in slabs for group in slab.groups}
+
+
 def round_up(length: Length, unit: int = PAGE_BYTES) -> Length:
     """The length, or each of them, in whole units: the least multiple that is not below it."""
     return -(-length // unit) * unit
@@ -196,12 +205,12 @@ def split_arena(
 
     def slots_for(tokens: int) -> dict[int, int]:
         return {
-            slot_bytes: sum(-(-tokens // _tokens_per_slot(group, snapshot_tokens)) for group in groups)
+            slot_bytes: sum(-(-tokens // tokens_per_slot(group, snapshot_tokens)) for group in groups)
             for slot_bytes, groups in classes.items()
             if slot_bytes
         }
 
-    slots = _largest_fit(slots_for, host, max(_tokens_per_slot(group, snapshot_tokens) for group in geometry.groups))
+    slots = _largest_fit(slots_for, host, max(tokens_per_slot(group, snapshot_tokens) for group in geometry.groups))
     spare = host - _total_bytes(slots)
     for slot_bytes in sorted(slots, reverse=True):
         slots[slot_bytes] += spare // slot_bytes
@@ -227,7 +236,8 @@ def _common_sizes(sizes: set[int]) -> dict[int, int]:
     return found
 
 
-def _tokens_per_slot(group: Group, snapshot_tokens: int) -> int:
+def tokens_per_slot(group: Group, snapshot_tokens: int) -> int:
+    """Tokens of a prompt for each slot that it takes: of a state it has one in so many tokens."""
     return max(group.chunk_tokens, snapshot_tokens) if group.kind is Kind.RECURRENT else group.chunk_tokens
 
 

@@ -191,8 +191,8 @@ class Admissions:
         for one in blocks:
             pool, count = one.pool, one.missing
             if running or self._pending:
-                layout = self._kv_manager.layout.blocks[pool.group.index]
-                whole = blocks_needed(layout, len(sequence.tokens), self._max_num_batched_tokens) - len(one.retained)
+                tokens = len(sequence.tokens)
+                whole = blocks_needed(pool.group, tokens, self._max_num_batched_tokens) - len(one.retained)
                 first, left = self._long_context.headroom(pool, sequence, running)
                 count = max(count, min(whole, first) if one.on_host else whole) + left
             asked.append(count)

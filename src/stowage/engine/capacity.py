@@ -78,7 +78,7 @@ class Capacity:
         )
 
     def _is_short(self, layout: BlockLayout, tokens: int, counts: Counts) -> bool:
-        return blocks_needed(layout, tokens, self.max_num_batched_tokens) > counts[layout.group.index]
+        return blocks_needed(layout.group, tokens, self.max_num_batched_tokens) > counts[layout.group.index]
 
     def longest(self, counts: Counts) -> int:
         """Tokens, up to the context, of the longest sequence that can be run when it is alone."""
@@ -104,7 +104,7 @@ class Capacity:
     def _bounded_first(self, device_bytes: int) -> Counts | None:
         full = [layout for layout in self.layouts if layout.group.kind is Kind.FULL]
         counts = {
-            layout.group.index: blocks_needed(layout, self.context_tokens, self.max_num_batched_tokens)
+            layout.group.index: blocks_needed(layout.group, self.context_tokens, self.max_num_batched_tokens)
             for layout in self.layouts
             if layout.group.kind is not Kind.FULL
         }

@@ -76,13 +76,10 @@ class KVManager:
 
     def missing_blocks(self, sequence: Sequence, end: int) -> list[int]:
         """How many more blocks of each group ``sequence`` needs for its tokens up to ``end``."""
-        missing = []
-        for pool in self.pools:
-            if pool.group.kind is Kind.RECURRENT:
-                missing.append(0)
-                continue
-            missing.append(max(0, -(-end // pool.group.block_tokens) - len(sequence.tables[pool.group.index])))
-        return missing
+        return [
+            max(0, pool.group.blocks_of(end) - len(table))
+            for pool, table in zip(self.pools, sequence.tables, strict=True)
+        ]
 
     def extend(self, sequence: Sequence, end: int) -> bool:
         """Allocate blocks to ``sequence`` for its tokens up to ``end``; all of them or none."""

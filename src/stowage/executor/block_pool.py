@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stowage.core.geometry import ALIGNMENT_BYTES, NULL_BLOCK, Kind
+from stowage.core.geometry import ALIGNMENT_BYTES, NULL_BLOCK, Group, Kind
 from stowage.errors import BudgetError
 from stowage.models.layout import BlockLayout
 from stowage.native.memory import pages
@@ -212,14 +212,13 @@ class BlockPool:
         )
 
 
-def blocks_needed(layout: BlockLayout, tokens: int, max_num_batched_tokens: int) -> int:
+def blocks_needed(group: Group, tokens: int, max_num_batched_tokens: int) -> int:
     """Blocks that one sequence of ``tokens`` tokens holds at once in this group, at most, while it is computed
-    ``max_num_batched_tokens`` at a time.
+    ``max_num_batched_tokens`` at a time; 0: that one query reads.
     """
-    group = layout.group
     if group.kind is Kind.RECURRENT:
         return 2  # the live state, and a snapshot until it has been stored
-    every = -(-tokens // group.block_tokens)
+    every = group.blocks_of(tokens)
     if group.kind is Kind.FULL:
         return every
     return min(every, -(-(group.window + max_num_batched_tokens) // group.block_tokens) + 1)
@@ -227,7 +226,7 @@ def blocks_needed(layout: BlockLayout, tokens: int, max_num_batched_tokens: int)
 
 def bytes_needed(layouts: Sequence[BlockLayout], tokens: int, max_num_batched_tokens: int) -> int:
     """Device bytes that one sequence of ``tokens`` tokens needs, with each group's padding block."""
-    return sum((blocks_needed(b, tokens, max_num_batched_tokens) + 1) * b.group.bytes_per_block for b in layouts)
+    return sum((blocks_needed(b.group, tokens, max_num_batched_tokens) + 1) * b.group.bytes_per_block for b in layouts)
 
 
 def split_pool(
@@ -249,7 +248,7 @@ def split_pool(
     tokens = _longest(layouts, device_bytes, min(context_tokens, PLANNED_CONTEXT_TOKENS), max_num_batched_tokens)
     padding = sum(b.group.bytes_per_block for b in layouts)
     share = (device_bytes - padding) / (bytes_needed(layouts, tokens, max_num_batched_tokens) - padding)
-    return {b.group.index: int(blocks_needed(b, tokens, max_num_batched_tokens) * share) for b in layouts}
+    return {b.group.index: int(blocks_needed(b.group, tokens, max_num_batched_tokens) * share) for b in layouts}
 
 
 def _longest(layouts: Sequence[BlockLayout], device_bytes: int, limit_tokens: int, max_num_batched_tokens: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stowage.core.geometry import Group, Kind
+from stowage.core.geometry import Group
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.block_table import BlockTable
 from stowage.models.adapters import Adapter
@@ -43,7 +43,6 @@ def probe_sequence(id: int, tokens: list[int], groups: Items[Group]) -> Sequence
 def take_blocks(sequence: SequenceState, pools: Items[BlockPool], end: int) -> None:
     """Give ``sequence`` every block of its tokens up to ``end`` that it has not yet. There must be room."""
     for pool, table in zip(pools, sequence.tables, strict=True):
-        blocks = 1 if pool.group.kind is Kind.RECURRENT else -(-end // pool.group.block_tokens)
-        taken = pool.allocate(max(0, blocks - len(table)))
+        taken = pool.allocate(max(0, pool.group.blocks_of(end) - len(table)))
         assert taken is not None, "a trial counted its room wrong"
         table.append(taken)

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stowage.core.geometry import Group, Kind
+from stowage.core.geometry import Kind
 from stowage.core.groups import GroupStrategy
 from stowage.executor.batch import ForwardStep, GroupStep, Work
-from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
+from stowage.executor.block_pool import PADDING_BLOCK, BlockPool, blocks_needed
 from stowage.executor.decode_attention import Attend, Tables
 from stowage.executor.replay.backend import StepShape
 
@@ -47,7 +47,7 @@ class Inputs:
         count, tokens = shape
         self.shape = shape
         self._groups = [
-            (pool, strategy, _width(pool.group, tokens))
+            (pool, strategy, blocks_needed(pool.group, tokens, 0))
             for pool, strategy in zip(pools, strategies, strict=True)
             if pool.group.kind is not Kind.RECURRENT
         ]
@@ -93,14 +93,6 @@ class Inputs:
                 self._host[at + 2, i] = first * size
             at += 3 + width
         self._device.copy_(torch.from_numpy(self._host))
-
-
-def _width(group: Group, tokens: int) -> int:
-    """Blocks that one query reads at most in a sequence of up to ``tokens`` tokens."""
-    every = -(-tokens // group.block_tokens)
-    if group.kind is Kind.FULL:
-        return every
-    return min(every, -(-group.window // group.block_tokens) + 1)
 
 
 @dataclass(slots=True)

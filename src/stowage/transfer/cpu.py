@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from stowage.core.copy_plan import CopyPlan
-from stowage.core.geometry import IntArray, SlabClass
+from stowage.core.geometry import IntArray, SlabClass, slab_of_groups
 from stowage.native import extension as _native
 from stowage.native import is_wanted
 from stowage.transfer.runs import columns_of_runs
@@ -41,7 +41,7 @@ class CpuTransfer:
 
     def __init__(self, arena: NDArray[np.uint8], slabs: Sequence[SlabClass]) -> None:
         self._arena = torch.from_numpy(arena)
-        self._slab_of = {group: slab for slab in slabs for group in slab.groups}
+        self._slab_of = slab_of_groups(slabs)
 
     def store(self, plan: CopyPlan, storage: torch.Tensor) -> None:
         """Device to host; see ``BlockTransfer``."""

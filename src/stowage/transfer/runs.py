@@ -19,7 +19,7 @@ def runs(plan: CopyPlan, slab: SlabClass, block_bytes: int) -> Iterator[BlockRun
 
 def columns_of_runs(plan: CopyPlan, slab: SlabClass, block_bytes: int) -> tuple[IntArray, IntArray, IntArray]:
     """As ``runs``, as three arrays."""
-    offsets = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes + plan.offsets * block_bytes
+    offsets = plan.addresses(slab, block_bytes)
     breaks = np.flatnonzero((np.diff(plan.blocks) != 1) | (np.diff(offsets) != block_bytes)) + 1
     begins = np.concatenate([[0], breaks]) if plan.copies else breaks
     ends = np.append(begins[1:], plan.copies)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.core.copy_plan import CopyPlan
-from stowage.core.geometry import SlabClass
+from stowage.core.geometry import SlabClass, slab_of_groups
 from stowage.errors import TransferError
 from stowage.transfer.protocol import CopyTicket
 
@@ -75,7 +75,7 @@ class StagedTransfer:
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._arena = torch.from_numpy(arena)
-        self._slab_of = {group: slab for slab in slabs for group in slab.groups}
+        self._slab_of = slab_of_groups(slabs)
         self._copies = copies
         self._staging_bytes = staging_bytes
         self._stores: deque[tuple[CopyTicket, int]] = deque()
@@ -118,8 +118,7 @@ class StagedTransfer:
 
     def _batches(self, plan: CopyPlan, size: int) -> Iterator[tuple[NDArray[np.int64], list[StagedRun]]]:
         """For each staging buffer: the rows of device storage that it holds, and their runs in the arena."""
-        slab = self._slab_of[plan.group]
-        offsets = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes + plan.offsets * size
+        offsets = plan.addresses(self._slab_of[plan.group], size)
         each = max(1, self._staging_bytes // size)
         for begin in range(0, plan.copies, each):
             there = offsets[begin : begin + each]

@@ -47,7 +47,7 @@ class LongContextSwap:
         """
         step = self._capacity.max_num_batched_tokens
         return bool(self._capacity.slabs) and any(
-            blocks_needed(pool.layout, len(sequence.tokens), step) > pool.blocks for pool in self._full
+            blocks_needed(pool.group, len(sequence.tokens), step) > pool.blocks for pool in self._full
         )
 
     def admits(self, sequence: Sequence, others: Items[Sequence]) -> bool:

@@ -115,7 +115,7 @@ class PreemptionSwap:
         blocks = np.zeros(1, dtype=np.int64)
         if group.kind is not Kind.RECURRENT:
             first = self._kv_manager.strategies[group.index].first_live_block(sequence.computed)
-            blocks = np.arange(first, -(-sequence.computed // group.block_tokens))
+            blocks = np.arange(first, group.blocks_of(sequence.computed))
             blocks = blocks[table.blocks[blocks] != NULL_BLOCK]
         held = self._swap_space.put(sequence, pool, blocks)
         return None if held is None else SwappedGroup(first, held, table.offloaded.copy())
@@ -124,8 +124,7 @@ class PreemptionSwap:
         held, group = swapped.held, pool.group
         fresh = pool.allocate(len(held.blocks))
         assert fresh is not None, "room was checked"
-        length = 1 if group.kind is Kind.RECURRENT else -(-sequence.computed // group.block_tokens)
-        blocks = np.full(length, NULL_BLOCK, dtype=np.int64)
+        blocks = np.full(group.blocks_of(sequence.computed), NULL_BLOCK, dtype=np.int64)
         blocks[held.blocks] = fresh
         table = sequence.tables[group.index]
         table.append(blocks.tolist())

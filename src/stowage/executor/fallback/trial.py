@@ -97,7 +97,7 @@ class _Trial:
     def pooled(self) -> list[Tensor]:
         """Logits of each piece with the cache in pools, and the other prompt computed in between."""
         count = len(self._prompts[0])
-        needed = [2 * blocks_needed(block, count, count) for block in self._layout.blocks]
+        needed = [2 * blocks_needed(group, count, count) for group in self._layout.groups]
         pools = [BlockPool(b, n, self._model.device) for b, n in zip(self._layout.blocks, needed, strict=True)]
         runner = FallbackRunner(self._model, self._layout, pools, scores_bytes_max=1 << 62)
         sequences = [probe_sequence(0, prompt, self._layout.groups) for prompt in self._prompts]

@@ -22,11 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stowage.executor import kernels
 from stowage.executor.batch import current
 from stowage.executor.fused import recurrent_kernels
 from stowage.executor.fused.rotary import NAME as ROTARY
-from stowage.executor.fused.rotary import Rotary
+from stowage.executor.fused.rotary import Rotary, alike, numbers
 from stowage.executor.replay.calls.recording import one_call
 from stowage.models.compat import in_value_heads
 
@@ -100,12 +99,6 @@ def _instead_of(name: str, own: Call) -> Call:
     return function
 
 
-def _alike(*tensors: Tensor | None) -> bool:
-    """Whether all are on a CPU and of one type that the kernels take."""
-    there = [tensor for tensor in tensors if tensor is not None]
-    return all(t.device.type == "cpu" and t.dtype is there[0].dtype for t in there) and there[0].dtype in kernels.DTYPES
-
-
 def _is_state(state: Tensor | None) -> bool:
     """Whether the kernels can change ``state`` where it is: each part of a batch in one piece."""
     return state is None or (state.dtype is torch.float32 and _in_one_piece(state))
@@ -136,7 +129,7 @@ class _Delta:
             return False
         if more.get("initial_state") is not None and not more.get("output_final_state", False):
             return False  # a state that is to stay as it is
-        return heads and g.dim() in (3, 4) and _alike(query, key, value) and _is_state(more.get("initial_state"))
+        return heads and g.dim() in (3, 4) and alike(query, key, value) and _is_state(more.get("initial_state"))
 
     @staticmethod
     def compute(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **more: Any) -> Any:
@@ -154,10 +147,10 @@ class _Delta:
         agreed = False
         kinds = ((1, False, 2), (70, False, 2), (1, True, 2), (70, True, 2), (1, False, 4), (70, False, 4))
         for tokens, keys, heads in kinds:
-            args = [_numbers(2, tokens, 2, 8, seed=at) for at in range(2)] + [_numbers(2, tokens, heads, 12, seed=2)]
-            decay = -_numbers(2, tokens, heads, *([8] if keys else []), seed=3).abs()
-            args += [decay, _numbers(2, tokens, heads, seed=4).sigmoid()]
-            state = _numbers(2, heads, 8, 12, seed=5)
+            args = [numbers(2, tokens, 2, 8, seed=at) for at in range(2)] + [numbers(2, tokens, heads, 12, seed=2)]
+            decay = -numbers(2, tokens, heads, *([8] if keys else []), seed=3).abs()
+            args += [decay, numbers(2, tokens, heads, seed=4).sigmoid()]
+            state = numbers(2, heads, 8, 12, seed=5)
             try:
                 expected = own(*args, initial_state=state.clone(), **more)
             except (RuntimeError, ValueError, TypeError, IndexError):  # not this kind of decay, or of heads
@@ -184,7 +177,7 @@ class _Update:
             return False
         parts = [part for part in (*rest, more.get("D"), more.get("dt_bias")) if part is not None]
         alone = dt.stride(-1) == 0 and A.stride()[1:] == (0, 0) and all(part.stride(-1) == 0 for part in parts)
-        return alone and _alike(hidden_states, dt, B, C) and _is_state(state)
+        return alone and alike(hidden_states, dt, B, C) and _is_state(state)
 
     @staticmethod
     def compute(
@@ -204,7 +197,7 @@ class _Update:
 
     @staticmethod
     def agrees(own: Call) -> bool:
-        state, (x, dt, a, b, c, d, bias) = _numbers(2, 4, 3, 8, seed=9), _space(1)
+        state, (x, dt, a, b, c, d, bias) = numbers(2, 4, 3, 8, seed=9), _space(1)
         args = (x[:, 0], dt.transpose(1, 2).expand(-1, -1, 3), a[:, None, None].expand(-1, 3, 8), b[:, 0], c[:, 0])
         more: dict[str, Any] = {
             "D": d[:, None].expand(-1, 3),
@@ -229,7 +222,7 @@ class _Scan:
         if more.get("z") is not None or len(rest) > 1 or dt.dim() != 3 or A.dim() != 1 or B.dim() != 4:
             return False
         heads = [part.dim() == 1 for part in (more.get("D"), more.get("dt_bias")) if part is not None]
-        return all(heads) and _alike(hidden_states, dt, B, C) and _is_state(more.get("initial_states"))
+        return all(heads) and alike(hidden_states, dt, B, C) and _is_state(more.get("initial_states"))
 
     @staticmethod
     def compute(hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any, **more: Any) -> Any:
@@ -255,7 +248,7 @@ class _Scan:
         limited: dict[str, Any] = {"dt_limit": (0.3, 0.9)}
         for limits in ({}, limited):
             more: dict[str, Any] = limits | {"D": d, "dt_bias": bias, "dt_softplus": True, "return_final_states": True}
-            states = [_numbers(2, 4, 3, 8, seed=9) for _ in range(2)]
+            states = [numbers(2, 4, 3, 8, seed=9) for _ in range(2)]
             expected = own(x, dt, a, b, c, 16, initial_states=states[0], **more)
             if not _same(expected, _Scan.compute(x, dt, a, b, c, 16, initial_states=states[1], **more)):
                 return False
@@ -271,7 +264,7 @@ class _Convolve:
     def takes(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **more: Any) -> bool:
         known = not rest and more.get("activation") in (None, "silu", "swish") and weight.dim() == 2
         taps = known and weight.is_contiguous() and weight.shape[1] <= recurrent_kernels.TAPS_MAX
-        return taps and _alike(hidden_states, weight, bias)
+        return taps and alike(hidden_states, weight, bias)
 
     @staticmethod
     def compute(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
@@ -279,7 +272,7 @@ class _Convolve:
 
     @staticmethod
     def agrees(own: Call) -> bool:
-        x, weight, bias = _numbers(2, 20, 9, seed=1), _numbers(20, 4, seed=2), _numbers(20, seed=3)
+        x, weight, bias = numbers(2, 20, 9, seed=1), numbers(20, 4, seed=2), numbers(20, seed=3)
         cases: list[tuple[Any, Any]] = [(None, None), (bias, "silu")]
         return all(
             _same((own(x, weight, b, activation=act),), (_Convolve.compute(x, weight, b, activation=act),))
@@ -301,7 +294,7 @@ class _ConvolveOne:
         activation: str | None = None,
     ) -> bool:
         there = hidden_states.shape[2] == 1 and _in_one_piece(conv_state)
-        known = there and conv_state.shape[2] >= weight.shape[-1] - 1 and _alike(hidden_states, conv_state)
+        known = there and conv_state.shape[2] >= weight.shape[-1] - 1 and alike(hidden_states, conv_state)
         return known and _Convolve.takes(hidden_states, weight, bias, activation=activation)
 
     @staticmethod
@@ -316,9 +309,9 @@ class _ConvolveOne:
 
     @staticmethod
     def agrees(own: Call) -> bool:
-        x, weight, bias = _numbers(2, 20, 1, seed=1), _numbers(20, 4, seed=2), _numbers(20, seed=3)
+        x, weight, bias = numbers(2, 20, 1, seed=1), numbers(20, 4, seed=2), numbers(20, seed=3)
         for before in (3, 4):
-            states = [_numbers(2, 20, before, seed=4) for _ in range(2)]
+            states = [numbers(2, 20, before, seed=4) for _ in range(2)]
             expected = own(x, states[0], weight, bias, "silu"), states[0]
             if not _same(expected, (_ConvolveOne.compute(x, states[1], weight, bias, "silu"), states[1])):
                 return False
@@ -364,10 +357,6 @@ def _same(expected: Any, found: Any) -> bool:
 
 def _space(tokens: int) -> tuple[Tensor, ...]:
     """Numbers of a state space with 4 heads of 3 in 2 groups, and 8 states: x, dt, a, b, c, d and a bias of dt."""
-    x, dt = _numbers(2, tokens, 4, 3), _numbers(2, tokens, 4, seed=1)
-    b, c = _numbers(2, tokens, 2, 8, seed=2), _numbers(2, tokens, 2, 8, seed=3)
-    return x, dt, -_numbers(4, seed=4).exp(), b, c, _numbers(4, seed=5), _numbers(4, seed=6)
-
-
-def _numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x, dt = numbers(2, tokens, 4, 3), numbers(2, tokens, 4, seed=1)
+    b, c = numbers(2, tokens, 2, 8, seed=2), numbers(2, tokens, 2, 8, seed=3)
+    return x, dt, -numbers(4, seed=4).exp(), b, c, numbers(4, seed=5), numbers(4, seed=6)

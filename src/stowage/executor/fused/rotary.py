@@ -35,7 +35,7 @@ class Rotary:
         """To the bit."""
         for dtype in kernels.DTYPES:
             for width in (6, 64):
-                q, k, cos, sin = (_numbers(1, heads, 9, width, seed=heads).to(dtype) for heads in (4, 2, 1, 3))
+                q, k, cos, sin = (numbers(1, heads, 9, width, seed=heads).to(dtype) for heads in (4, 2, 1, 3))
                 cos, sin = cos[:, 0], sin[:, 0]
                 if not all(map(torch.equal, own(q, k, cos, sin), rotated(q, k, cos, sin))):
                     return False
@@ -58,12 +58,17 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     return queries.transpose(1, 2), keys.transpose(1, 2)
 
 
+def alike(*tensors: Tensor | None) -> bool:
+    """Whether all are on a CPU and of one type that the kernels take."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    return all(t.device.type == "cpu" and t.dtype is there[0].dtype for t in there) and there[0].dtype in kernels.DTYPES
+
+
 def _is_known(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    tensors = (q, k, cos, sin)
-    alike = all(x.dtype is q.dtype and x.device.type == "cpu" for x in tensors) and q.dtype in kernels.DTYPES
     one = all(x.dim() == 4 and x.shape[0] == 1 and x.shape[2:] == q.shape[2:] for x in (q, k))
-    return alike and one and q.shape[3] % 2 == 0 and cos.shape == sin.shape == (1, *q.shape[2:])
+    return alike(q, k, cos, sin) and one and q.shape[3] % 2 == 0 and cos.shape == sin.shape == (1, *q.shape[2:])
 
 
-def _numbers(*shape: int, seed: int) -> Tensor:
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Random ones, to try functions with."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

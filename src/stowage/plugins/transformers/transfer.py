@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stowage.core.copy_plan import CopyPlan
-from stowage.core.geometry import Kind, SlabClass
+from stowage.core.geometry import Kind, SlabClass, slab_of_groups
 from stowage.models.layout import BlockLayout
 from stowage.plugins.transformers.caches import SwappedBlocks
 from stowage.transfer.runs import runs
@@ -28,7 +28,7 @@ class CacheTransfer:
 
     def __init__(self, arena: NDArray[np.uint8], slabs: Sequence[SlabClass], blocks: Sequence[BlockLayout]) -> None:
         self._arena = torch.from_numpy(arena)
-        self._slab_of = {group: slab for slab in slabs for group in slab.groups}
+        self._slab_of = slab_of_groups(slabs)
         self._blocks = blocks
 
     def store(self, plan: CopyPlan, cache: Mapping[int, SwappedBlocks], row: int) -> int:

@@ -209,9 +209,7 @@ class Copies:
         ):
             if plan.copies and not (first <= int(values.min()) and int(values.max()) < end):
                 raise TransferError(f"a plan of group {plan.group} names addresses outside of [{first}, {end})")
-        slots = slab.offset_bytes + (plan.slots - slab.first_slot) * slab.slot_bytes
-        addresses: IntArray = slots + plan.offsets * self._shared.bytes_per_block[plan.group]
-        return addresses
+        return plan.addresses(slab, self._shared.bytes_per_block[plan.group])
 
     def _move(self, plan: CopyPlan, addresses: IntArray, runs: _Runs, *, to_arena: bool) -> int:
         """Plain memory on both sides. Runs that lie side by side on both sides move as one; other threads run

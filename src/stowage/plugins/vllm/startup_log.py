@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stowage.cache.store import TieredStore
 from stowage.config.addresses import shown
 from stowage.config.memory import Memory, format_size
-from stowage.core.geometry import Group, Kind
+from stowage.core.geometry import Group, Kind, tokens_per_slot
 from stowage.plugins.vllm.division import Division
 
 
@@ -16,7 +16,7 @@ def store_line(
 ) -> str:
     """One line. ``step_tokens``: vLLM computes so many tokens of a prompt at a time."""
     tokens = min(
-        int(slab.slots / sum(1 / _tokens_per_chunk(groups[index], snapshot_tokens) for index in slab.groups))
+        int(slab.slots / sum(1 / tokens_per_slot(groups[index], snapshot_tokens) for index in slab.groups))
         for slab in store.slabs
         if slab.slots
     )
@@ -41,7 +41,3 @@ def ranks_line(division: Division, by_name: bool) -> str:
         text += f" {own} tensors show no heads: chunks serve this number of ranks alone." if own else ""
         text += "" if own else " Chunks serve engines of any number of ranks."
     return text
-
-
-def _tokens_per_chunk(group: Group, snapshot_tokens: int) -> int:
-    return max(group.chunk_tokens, snapshot_tokens) if group.kind is Kind.RECURRENT else group.chunk_tokens

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowage.core.copy_plan import CopyPlan
-from stowage.core.geometry import Geometry, Group, Kind, SlabClass
+from stowage.core.geometry import Geometry, Group, Kind, SlabClass, slab_of_groups
 from stowage.errors import TransferError
 from stowage.testing.sim.fault_profile import FaultProfile
 
@@ -69,7 +69,7 @@ class Device:
         rows: int,
     ) -> None:
         self._geometry = geometry
-        self._slab_of = {group: slab for slab in slabs for group in slab.groups}
+        self._slab_of = slab_of_groups(slabs)
         self._arena = arena
         self._fault_profile = fault_profile
         self._storage = [np.empty((rows, group.bytes_per_block), np.uint8) for group in geometry.groups]
