@@ -76,6 +76,11 @@ def check_python() -> Check:
     return Check("Python", "note", f"{version}, which is not tested", "Use Python 3.11, 3.12 or 3.13.")
 
 
+def release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a package's version."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+
+
 def check_packages(version_of: Callable[[str], str]) -> list[Check]:
     """torch, transformers and the small packages, as installed. ``version_of`` raises PackageNotFoundError."""
     checks = []
@@ -93,7 +98,7 @@ def check_packages(version_of: Callable[[str], str]) -> list[Check]:
         except importlib.metadata.PackageNotFoundError:
             checks.append(Check(name, "problem", "not installed", fix))
             continue
-        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+        numbers = release(version)
         if name == "transformers" and numbers > NEWEST:
             fix = f"If something fails: pip install 'transformers=={series(NEWEST)}.*'"
             checks.append(Check(name, "note", f"{version}; tested up to {series(NEWEST)}", fix))

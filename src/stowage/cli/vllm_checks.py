@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stowage.cli.checks import Check
+from stowage.cli.checks import Check, release
 from stowage.cli.vllm_flags import check_flags, check_transfer, options_of, read_flags, read_transfer
 from stowage.cli.vllm_node import check_node
 from stowage.config.memory import AUTO
@@ -119,8 +119,7 @@ def check_release(distribution: str, version_of: Callable[[str], str]) -> Check:
     if not distribution:
         return Check("vLLM", "problem", "not installed in this environment", fix)
     version = version_of(distribution)
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-    if numbers in _RELEASES:
+    if release(version) in _RELEASES:
         return Check("vLLM", "ok", f"{version} ({distribution})")
     return Check("vLLM", "problem", f"{version}; StowageConnector is tested with {wanted}", fix)
 

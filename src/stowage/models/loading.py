@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -298,25 +299,18 @@ def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str
     """The model that Transformers builds of ``part``, whole. Raises CheckpointError."""
     if modules.marked(part.config):
         options = {**options, "variant": modules.VARIANT}
-    try:
-        with readable(weight_files(directory)):
-            model, report = load_with(part).from_pretrained(
-                directory,
-                config=part.config,
-                key_mapping=part.renamed,
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
-            )
-    except TypeError as error:
-        _refuse_options(options, error)
-        raise
-    except (ValueError, OSError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
-        why = "the index of its files has no 'metadata'" if error.args == ("metadata",) else str(error)
-        raise CheckpointError(f"Transformers could not load {directory}: {why}") from error
+    with _told(directory, options), readable(weight_files(directory)):
+        model, report = load_with(part).from_pretrained(
+            directory,
+            config=part.config,
+            key_mapping=part.renamed,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
     _refuse_incomplete(directory, part, model, report, strict=bool(modules.marked(part.config)))
     return as_plain(model, part).eval()
 
@@ -330,7 +324,7 @@ def load_planned(path: Path, part: TextPart, plan: Plan, dtype: str, options: Ma
 
     config = copy.deepcopy(part.config)
     config.quantization_config = published.mark(plan)
-    try:
+    with _told(path, options):
         model, report = class_of(part).from_pretrained(
             None,
             config=config,
@@ -339,11 +333,6 @@ def load_planned(path: Path, part: TextPart, plan: Plan, dtype: str, options: Ma
             output_loading_info=True,
             **options,
         )
-    except TypeError as error:
-        _refuse_options(options, error)
-        raise
-    except (ValueError, OSError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"Transformers could not load {path}: {error}") from error
     _refuse_incomplete(path, part, model, report, strict=True)
     del model.config.quantization_config
     model = as_plain(model, part).eval()
@@ -351,14 +340,24 @@ def load_planned(path: Path, part: TextPart, plan: Plan, dtype: str, options: Ma
     return model
 
 
-def _refuse_options(options: Mapping[str, Any], error: TypeError) -> None:
-    """Raises ConfigError where ``error`` names one of ``options``: Transformers does not take it, or it is given."""
-    named = [name for name in options if f"'{name}'" in str(error)]
-    if named:
+@contextmanager
+def _told(path: Path, options: Mapping[str, Any]) -> Iterator[None]:
+    """What Transformers says while it loads ``path`` with ``options`` becomes a CheckpointError; a ConfigError where it
+    names one of them, which it does not take, or which is given.
+    """
+    try:
+        yield
+    except TypeError as error:
+        named = [name for name in options if f"'{name}'" in str(error)]
+        if not named:
+            raise
         raise ConfigError(
             f"{named[0]}={shown_value(options[named[0]])} cannot be given: Transformers answers "
             f"{str(error).rpartition('.')[2]!r}. Leave it out, or correct its name."
         ) from error
+    except (ValueError, OSError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+        why = "the index of its files has no 'metadata'" if error.args == ("metadata",) else str(error)
+        raise CheckpointError(f"Transformers could not load {path}: {why}") from error
 
 
 def _refuse_incomplete(directory: Path, part: TextPart, model: Any, report: Any, *, strict: bool) -> None:

@@ -47,8 +47,7 @@ class CachedModel:
 
     def check(self) -> None:
         """Raise ``ModelError`` when the model is not what it was: then its caches are not what they would be called."""
-        if self.model.training:
-            raise ModelError("the model is in training mode, where dropout changes its cache: call model.eval() first.")
+        _refuse_training(self.model)
         if _mark(self.model) != self._mark:
             raise ModelError(
                 "the model's weights were changed, replaced or moved since this PrefixCache was made, so prefixes "
@@ -107,6 +106,11 @@ _NOT_RESUMED = {
 }
 
 
+def _refuse_training(model: Any) -> None:
+    if model.training:
+        raise ModelError("the model is in training mode, where dropout changes its cache: call model.eval() first.")
+
+
 def _refuse(model: Any) -> None:
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
@@ -122,8 +126,7 @@ def _refuse(model: Any) -> None:
     if getattr(config, "_attn_implementation", "") == attention.NAME:
         raise UnsupportedModelError("a stowage.Engine runs this model object: close it first, or load the model twice.")
     refuse_adapters(model)
-    if model.training:
-        raise ModelError("the model is in training mode, where dropout changes its cache: call model.eval() first.")
+    _refuse_training(model)
     placed = getattr(model, "stowage", None) is not None
     kept = dict(model.named_parameters()) if placed else model.state_dict()
     for name, value in {**dict(model.named_buffers()), **kept}.items():
