@@ -139,8 +139,8 @@ def test_memory_for_unpacking_is_what_is_counted_and_outlives_inference_mode() -
         first = matrix.multiply(torch.ones(1, 2048))
     assert torch.equal(matrix.multiply(torch.ones(1, 2048)), first)
     held = sum(t.nbytes for t in codes._workspace._held.values())
-    assert 0 < held <= codes.workspace_bytes([form], 4)
-    assert codes.workspace_bytes([], 4) == 0
+    assert 0 < held <= codes.workspace_bytes([form])
+    assert codes.workspace_bytes([]) == 0
 
 
 @pytest.mark.parametrize("name", ["int8", "int4_32"])

@@ -206,7 +206,7 @@ def test_budgets_count_packed_bytes(packs: Callable[..., Path], checkpoints: Cal
     assert bytes_of(whole) < bytes_of(loading.load(checkpoints("llama")).model) * 0.5
     assert found["packed"] < found["plain"]
     model = stowage.offload(packs("llama"), device_memory="100MiB")
-    unpacking_bytes = codes.workspace_bytes(modules.packed_forms(model), 4)
+    unpacking_bytes = codes.workspace_bytes(modules.packed_forms(model))
     assert unpacking_bytes > 0
     assert model.stowage.placement.device_bytes >= bytes_of(model) + unpacking_bytes
 

@@ -41,7 +41,7 @@ class HostBuffers:
 
     def keep(self, values: Tensor) -> Tensor:
         """The same values, contiguous, in memory that is theirs for good."""
-        nbytes = values.numel() * values.element_size()
+        nbytes = values.nbytes
         taken = round_up(nbytes)
         if not self._pieces or self._used[-1] + taken > self._pieces[-1].nbytes:
             self._pieces.append(np.frombuffer(reserved(max(taken, self._piece_bytes)), np.uint8))

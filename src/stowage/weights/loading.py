@@ -366,7 +366,7 @@ def place_units(units: list[Unit], model: Any, budget: Budget) -> Placement:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
         if name not in own and tied.get(name, name) not in own and name not in {tied.get(n) for n in own}
     ]
-    unpacked = max(workspace_bytes(packed_forms(model), 4, to_device), unpacking_bytes(model, model.dtype, to_device))
+    unpacked = max(workspace_bytes(packed_forms(model), to_device), unpacking_bytes(model, model.dtype, to_device))
     small_bytes = sum(small) + unpacked
     limits = budget.device_bytes, budget.host_bytes, budget.rules
     held_bytes, more = budget.held_bytes, budget.more

@@ -38,11 +38,11 @@ def copy_of(tensor: Tensor) -> Tensor:
     """A contiguous copy in memory of its own, at an address with the same phase."""
     values = tensor.detach().contiguous()
     phase = phase_of(values)
-    raw = torch.empty(values.numel() * values.element_size() + ALIGNMENT_BYTES, dtype=torch.uint8)
+    raw = torch.empty(values.nbytes + ALIGNMENT_BYTES, dtype=torch.uint8)
     begin = (phase - raw.data_ptr()) % ALIGNMENT_BYTES
     if (raw.storage_offset() + begin) % values.element_size():
         return values.clone()
-    copy = raw[begin : begin + values.numel() * values.element_size()].view(values.dtype).view(values.shape)
+    copy = raw[begin : begin + values.nbytes].view(values.dtype).view(values.shape)
     return copy.copy_(values)
 
 

@@ -23,7 +23,7 @@ KV, MAMBA = "kv", "mamba"
 def page_bytes(pool: Any) -> int:
     """Bytes of one page of a host pool on this rank."""
     page = pool.get_dummy_flat_data_page()
-    return int(page.numel() * page.element_size())
+    return int(page.nbytes)
 
 
 class Names:

@@ -228,7 +228,7 @@ class StowageStorage(HiCacheStorage):
         self._opened()
         host = self.registered_pools[KV]
         targets = [host.get_dummy_flat_data_page() if target is None else target for target in targets]
-        sizes = {key: target.numel() * target.element_size() for key, target in zip(keys, targets, strict=True)}
+        sizes = {key: target.nbytes for key, target in zip(keys, targets, strict=True)}
         found = self._load(KV, sizes)
         for key, target in zip(keys, targets, strict=True):
             if key in found:

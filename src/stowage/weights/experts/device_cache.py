@@ -125,7 +125,7 @@ class DeviceExperts(ExpertTable):
     @property
     def nbytes(self) -> int:
         """Device memory that it takes."""
-        return sum(frames.numel() * frames.element_size() for frames in self._there)
+        return sum(frames.nbytes for frames in self._there)
 
     def bring(self, layer: int, choices: Tensor) -> Tensor:
         """Copy the experts in ``choices`` (tokens, experts per token) of ``layer`` to the device, where they stay until

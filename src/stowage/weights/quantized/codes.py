@@ -171,10 +171,12 @@ class _Workspace(threading.local):
 _workspace = _Workspace()
 
 
-def workspace_bytes(forms: Sequence[Form], item_bytes: int, on_gpu: bool = False) -> int:
-    """What unpacking takes besides, in the thread that computes; ``on_gpu``: on another device than the CPU."""
+def workspace_bytes(forms: Sequence[Form], on_gpu: bool = False) -> int:
+    """What unpacking takes besides, in the thread that computes, at most: a number of float32 and a code each.
+    ``on_gpu``: on another device than the CPU.
+    """
     most = max((form.rows(on_gpu) * form.inputs for form in forms), default=0)
-    return most * (item_bytes + 1)
+    return most * (torch.float32.itemsize + 1)
 
 
 class PackedMatrix:

@@ -224,7 +224,7 @@ def _linear(buffers: Buffers, function: Any, args: list[Any], found: Any) -> lis
     inputs, rows, group = x.shape[-1], x.numel() // x.shape[-1], matrices[0].group
     begin, row, done = *_rows(buffers, x), []
     if row is None or (matrices[0].form and row != inputs):
-        begin, row = buffers.temporary(x.numel() * x.element_size()), inputs
+        begin, row = buffers.temporary(x.nbytes), inputs
         copy = Operand(begin, x.dtype, whole(x.shape))
         done = [pointwise(x.shape, COPY, copy, read(buffers, x, x.shape))]
     ends = [buffers.made(out) for out in outs] if bias is None else [buffers.temporary(rows * matrices[0].outputs * 4)]

@@ -279,7 +279,7 @@ class Paging:
         """The address of a contiguous form of ``tensor``, and the operations that make it."""
         if tensor.is_contiguous():
             return self.buffers.address_of(tensor), []
-        address = self.buffers.temporary(tensor.numel() * tensor.element_size())
+        address = self.buffers.temporary(tensor.nbytes)
         copy = Operand(address, tensor.dtype, whole(tensor.shape))
         return address, [pointwise(tensor.shape, COPY, copy, read(self.buffers, tensor, tensor.shape))]
 
