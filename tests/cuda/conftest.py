@@ -11,6 +11,12 @@ import torch
 from tests.engine.conftest import be_patient
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _device() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device here")
+
+
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in tests/engine; products in float32 as exact as they are on a CPU; memory for the process beside this one."""

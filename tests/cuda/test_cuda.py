@@ -20,10 +20,7 @@ from stowage.executor.device import link
 from stowage.transfer.pinning import is_unified, should_pin_memory
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
-]
+pytestmark = pytest.mark.cuda
 FAMILIES = ["llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "nemotron_h", "gpt_oss", "mixtral"]
 """Every kind of group: full, sliding, chunked, latent, recurrent; sinks; experts."""
 FALLBACK = ["bloom", "deepseek_v32"]

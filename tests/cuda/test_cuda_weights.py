@@ -20,10 +20,7 @@ from stowage.weights.host_buffers import HostBuffers
 from tests.answers import bits
 from tests.engine.conftest import greedy, random_prompt
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
-]
+pytestmark = pytest.mark.cuda
 PROMPTS = [random_prompt(length, seed=length) for length in (90, 33)]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
@@ -16,10 +15,7 @@ from stowage.errors import ConfigError
 from tests.answers import bits
 from tests.engine.conftest import greedy, random_prompt
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
-]
+pytestmark = pytest.mark.cuda
 FAMILIES = ["llama", "gemma3", "gemma2", "qwen3", "lfm2", "falcon_h1", "phi3", "gpt2"]
 """Full, sliding, soft-capped; convolutions and states beside attention. None has experts."""
 MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"]

@@ -15,10 +15,7 @@ from stowage.engine.request import Completion
 from stowage.executor.replay.graphs.backend import GraphBackend
 from tests.engine.conftest import check_and_close, greedy, random_prompt
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
-]
+pytestmark = pytest.mark.cuda
 FAMILIES = ["llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "lfm2", "gpt_oss", "gemma2", "jamba", "gpt2"]
 PROMPTS = [random_prompt(length, seed=length) for length in (250, 20, 90, 33)]
 NEW_TOKENS = (60, 12, 40, 25)

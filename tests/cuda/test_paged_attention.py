@@ -17,7 +17,6 @@ from tests.second_device.paged_cases import BOUND, EDGES, make
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not here"),
 ]
 WIDE = {"kv_heads": 2, "share": 4, "width": 128, "value_width": 128}

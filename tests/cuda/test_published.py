@@ -23,10 +23,7 @@ from tests.block_formats import SPECS, parts_of
 from tests.engine.conftest import greedy, random_prompt
 from tests.weights import gguf_files, published_files, test_gguf, test_published
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
-]
+pytestmark = pytest.mark.cuda
 PROMPTS = [random_prompt(length, seed=length) for length in (70, 3, 300)]
 PARAMS = replace(greedy(12), logprobs=3)
 
