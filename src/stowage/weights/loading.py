@@ -5,7 +5,7 @@ placed as soon as it has its final form. Peak memory is the budget and the large
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +132,15 @@ class _Loading(Building):
         segments = self.segments.get(path, ())
         if not segments:
             _refuse_wrapped(path, values)
-        stays = bool(segments) and not self._held_in_memory(path, delivery, segments, values.dtype.itemsize)
+        lies = ParameterLocation(tuple(values.shape), values.dtype, segments)
+        stays = bool(segments) and not self._held_in_memory(path, delivery, lies)
         if segments and not stays:
             values = read_segments(segments, self.resident.empty(values.shape, values.dtype))
         if delivery is Delivery.RESIDENT:
             values = values if segments else self.resident.copy(values)
             return nn.Parameter(values.to(self.budget.device), parameter.requires_grad)
         if stays:
-            aligned = len(segments) == 1 and segments[0].offset % values.dtype.itemsize == 0
-            phase = segments[0].offset % ALIGNMENT_BYTES if aligned else 0
-            location = ParameterLocation(tuple(values.shape), values.dtype, segments, phase=phase)
+            location = replace(lies, phase=segments[0].offset % ALIGNMENT_BYTES if lies.mappable else 0)
         else:
             location = self._location(path, values.contiguous(), delivery, read=bool(segments))
         stand_in = nn.Parameter(
@@ -150,19 +149,19 @@ class _Loading(Building):
         self.locations[id(stand_in)] = location
         return stand_in
 
-    def _held_in_memory(self, path: str, delivery: Delivery, segments: Sequence[Segment], itemsize: int) -> bool:
-        """Whether a parameter that lies in ``segments`` is read now, once. What is mapped must lie in one of them, at a
-        multiple of its ``itemsize``.
-        """
-        crosses = self.budget.carrier is not None and (delivery.on_host or path in self.held)
-        aligned = len(segments) == 1 and segments[0].offset % itemsize == 0
-        mapped = delivery is Delivery.MAPPED and aligned
-        return crosses or delivery is Delivery.RESIDENT or (delivery.on_host and not mapped)
+    def _held_in_memory(self, path: str, delivery: Delivery, lies: ParameterLocation) -> bool:
+        """Whether a parameter that ``lies`` in files is read now, once."""
+        mapped = delivery is Delivery.MAPPED and lies.mappable
+        return self._crosses(path, delivery) or delivery is Delivery.RESIDENT or (delivery.on_host and not mapped)
+
+    def _crosses(self, path: str, delivery: Delivery) -> bool:
+        """Whether a device computes with it from host memory, which it gets for that."""
+        return self.budget.carrier is not None and (delivery.on_host or path in self.held)
 
     def _location(self, path: str, values: Tensor, delivery: Delivery, *, read: bool) -> ParameterLocation:
         """Where ``values`` are kept while they are offloaded. ``read``: they have memory of their own already."""
         shape, dtype, phase = tuple(values.shape), values.dtype, phase_of(values)
-        if self.budget.carrier is not None and (delivery.on_host or path in self.held):
+        if self._crosses(path, delivery):
             return ParameterLocation(shape, dtype, host=self.host_buffers.keep(values))
         if read:
             return ParameterLocation(shape, dtype, host=values, phase=phase)
