@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
-import warnings
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from stowage.core.geometry import Kind
 from stowage.executor import kernels
 from stowage.models.layout import visible
 from tests.engine.conftest import INSTRUCTIONS, each_instruction_set
+from tests.forked import exit_code_of_a_child
 from tests.threads import using_threads
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
@@ -348,15 +347,7 @@ def test_several_callers_and_a_child_process():
         for caller in callers:
             caller.join()
         assert found == [True] * 3
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
-            child = os.fork()
-        if child == 0:
-            try:
-                os._exit(0 if torch.equal(kernels.linear(x, weight), expected) else 1)
-            finally:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert exit_code_of_a_child(lambda: torch.equal(kernels.linear(x, weight), expected)) == 0
 
 
 def test_layers_in_one_call_are_the_layers():

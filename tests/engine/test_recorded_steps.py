@@ -16,10 +16,7 @@ from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused.recurrent_kernels import StateRows
 from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps, recorded_steps
 from stowage.executor.replay.calls.recording import one_call
-
-needs_kernels = pytest.mark.skipif(
-    not kernels.wanted(torch.device("cpu"), torch.float32), reason="lists are for the kernels, which are not used here"
-)
+from tests.engine.conftest import needs_kernels
 
 
 class Own(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -17,7 +18,6 @@ from transformers import AutoModelForCausalLM
 import stowage
 from stowage.engine.sampling_params import SamplingParams
 from stowage.evaluation import pack as packing
-from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps
 from stowage.weights import grouping
@@ -101,16 +101,16 @@ def answers_of(source: Path, weights: str = "auto", dtype: str = "bfloat16", **m
         return bits(engine.generate(asked, GREEDY))
 
 
+@pytest.fixture
+def copied(checkpoints: Callable[..., Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoints("llama"), tmp_path / "copied"))
+
+
 def assert_same_answers(source: Path, plain: Path, *weights: str) -> None:
     """The checkpoint ``source``, with its weights placed by each of ``weights``, answers as ``plain``, to the bit."""
     expected = answers_of(plain)
     for rules in weights or ("auto",):
         assert answers_of(source, rules) == expected, rules
-
-
-needs_kernels = pytest.mark.skipif(
-    not kernels.wanted(torch.device("cpu"), torch.float32), reason="steps are recorded where the kernels compute them"
-)
 
 
 def steps_of(model: Any, steps: RecordedSteps | None) -> Callable[[Tensor], Tensor]:

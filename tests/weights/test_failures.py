@@ -24,11 +24,6 @@ from tests.weights.test_published import CHANNELS, words
 GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
 
-@pytest.fixture
-def copied(checkpoints: Callable[..., Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(checkpoints("llama"), tmp_path / "copied"))
-
-
 def flip(directory: Path) -> None:
     """Change one byte of the last tensor, in place."""
     with (directory / "model.safetensors").open("r+b") as file:

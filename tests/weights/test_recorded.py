@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +28,9 @@ from stowage.weights.prefetcher import Prefetcher
 from stowage.weights.weight_unit import Delivery
 from tests.answers import bits
 from tests.depth import mostly_rare
+from tests.engine.conftest import needs_kernels
 from tests.engine.test_adapters import adapter_of
 from tests.weights import published_files
-from tests.weights.conftest import needs_kernels
 from tests.weights.test_failures import flip
 from tests.weights.test_published import EXPERTS
 
@@ -120,11 +119,6 @@ def test_steps_of_experts_as_published_are_recorded(name: str, tmp_path: Path) -
             assert answers(engine) == expected, budget
             steps = steps_of(engine)
             assert steps is not None and not steps.why and steps.counters.replayed_steps > 8, budget
-
-
-@pytest.fixture
-def copied(checkpoints: Callable[..., Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(checkpoints("llama"), tmp_path / "copied"))
 
 
 @needs_kernels

@@ -7,7 +7,6 @@ import errno
 import io
 import json
 import os
-import shutil
 import signal
 import weakref
 from collections.abc import Callable
@@ -124,26 +123,22 @@ def test_shards_hold_what_one_file_holds(placed: tuple[str, Any], plain: Callabl
 
 
 @pytest.mark.parametrize("rules", ["*=stream", "*=mapped", "*=prefetch"])
-def test_a_model_is_saved_onto_the_directory_it_runs_from(
-    rules: str, checkpoints: Callable[..., Path], plain: Callable[..., Any], tmp_path: Path
-) -> None:
-    directory = Path(shutil.copytree(checkpoints("llama"), tmp_path / "copied"))
-    before = contents(directory)
-    model = stowage.offload(directory, weights=rules, host_memory="1GiB")
+def test_a_model_is_saved_onto_the_directory_it_runs_from(rules: str, copied: Path, plain: Callable[..., Any]) -> None:
+    before = contents(copied)
+    model = stowage.offload(copied, weights=rules, host_memory="1GiB")
     for size in ("50GB", "200KB", "50GB"):
-        model.save_pretrained(directory, max_shard_size=size)
-        assert same(contents(directory), before)
+        model.save_pretrained(copied, max_shard_size=size)
+        assert same(contents(copied), before)
         assert torch.equal(logits(model, prompt()), logits(plain("llama"), prompt()))
-        again = stowage.offload(directory, weights="*=stream")
+        again = stowage.offload(copied, weights="*=stream")
         assert torch.equal(logits(again, prompt()), logits(plain("llama"), prompt()))
 
 
 def test_a_disk_that_fills_leaves_the_checkpoint_as_it_was(
-    checkpoints: Callable[..., Path], plain: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copied: Path, plain: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = Path(shutil.copytree(checkpoints("llama"), tmp_path / "copied"))
-    before = {path.name: path.read_bytes() for path in directory.iterdir()}
-    model = stowage.offload(directory, weights="*=stream")
+    before = {path.name: path.read_bytes() for path in copied.iterdir()}
+    model = stowage.offload(copied, weights="*=stream")
     written = 0
     pwrite = os.pwrite
 
@@ -161,18 +156,18 @@ def test_a_disk_that_fills_leaves_the_checkpoint_as_it_was(
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", fills)
         with pytest.raises(stowage.StorageError, match="No space left"):
-            model.save_pretrained(directory)
+            model.save_pretrained(copied)
         patched.setattr(os, "pwrite", interrupted)
         before_signal = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
         try:
             with pytest.raises(KeyboardInterrupt):
-                model.save_pretrained(directory)
+                model.save_pretrained(copied)
         finally:
             signal.signal(signal.SIGINT, before_signal)
-    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in copied.iterdir()} == before
     assert torch.equal(logits(model, prompt()), logits(plain("llama"), prompt()))
     with pytest.raises(stowage.ConfigError, match="is a file"):
-        model.save_pretrained(directory / "config.json")
+        model.save_pretrained(copied / "config.json")
 
 
 def test_weights_are_read_by_name_right_to_the_bit(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:

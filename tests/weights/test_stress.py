@@ -27,7 +27,8 @@ import stowage
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.replay.calls.backend import recorded_steps
 from tests.depth import few_or_all
-from tests.weights.conftest import expectations, logits, needs_kernels, run, steps_of
+from tests.engine.conftest import needs_kernels
+from tests.weights.conftest import expectations, logits, run, steps_of
 
 FORWARDS = int(os.environ.get("STOWAGE_TEST_FORWARDS", few_or_all("200", "400")))
 THREADS = 8
