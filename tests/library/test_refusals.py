@@ -157,6 +157,22 @@ def test_tokens_that_the_cache_has_not_seen(prefix_caches):
     assert prefixes.keep(cache, out[0].tolist()) == 64
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "falcon_h1", "gemma3"])
+def test_rows_in_another_order(family, prefix_caches):
+    """As a beam search leaves a cache of the caller's own: its rows were kept under the other ones' tokens."""
+    prefixes, ids = prefix_caches(family), tokens(70, rows=3)
+    cache = DynamicCache(config=model_of(family).config)
+    out = answer(model_of(family), ids, cache)[0]
+    moved = copy.deepcopy(cache)
+    moved.reorder_cache(torch.tensor([0, 2, 1]))
+    with pytest.raises(RequestError, match="hold other tokens than ids"):
+        prefixes.keep(moved, out)
+    assert prefixes.stats()["prefixes"]["tokens_kept"] == 0
+    prefixes.keep(cache, out)
+    assert prefixes.stats()["prefixes"]["tokens_kept"] == 3 * 64
+    assert prefixes.restore(ids).get_seq_length() == (64 if family in ("llama", "deepseek_v3") else 0)
+
+
 @pytest.mark.parametrize(
     ("ids", "says"),
     [

@@ -18,16 +18,20 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from stowage.core.geometry import Kind
-from stowage.errors import ModelError, UnsupportedModelError
+from stowage.errors import ModelError, RequestError, UnsupportedModelError
 from stowage.executor import attention
 from stowage.models import identity
 from stowage.models.adapters import refuse_adapters
 from stowage.models.probing import cache_name
+from stowage.plugins.transformers.caches import held
 from stowage.plugins.transformers.layout import CacheLayout, classify, refuse_config
 from stowage.weights.offloaded_parameter import OffloadedParameter
 
 _PIECE_TOKENS, _REST_TOKENS = 24, 2
 _NEARER = 0.5
+_APART = 0.3
+"""Keys of the same tokens differ by rounding, some hundredths in 16 bits; those of others by about 1.4, both of their
+norm."""
 
 
 class CachedModel:
@@ -70,6 +74,30 @@ class CachedModel:
         float(last[0, 0])
         return last
 
+    @torch.no_grad()
+    def check_rows(self, cache: Any, tokens: list[list[int]]) -> None:
+        """Raise ``RequestError`` where the rows of ``cache`` are not of ``tokens``, by row: a beam search leaves them
+        in another order than that of the sequences that it returns. Looks at the first layer that has keys, which
+        costs what the model computes up to them.
+        """
+        ids = torch.tensor(tokens, device=self.model.device)
+        try:
+            self.forward(ids, 0, _FirstKeys(config=self.model.config))
+        except _Found as found:
+            index, keys = found.index, found.keys
+        layer = next(la for block in self.layout.blocks for la in block.layers if la.index == index)
+        here = held(cache.layers[index], layer, len(tokens))
+        if here is None:
+            return
+        expected = keys[:, :, here.first :].float()
+        apart = (here.tensors[0][:, :, : expected.shape[2]].float() - expected).norm(dim=(1, 3))
+        if bool((apart > _APART * expected.norm(dim=(1, 3))).any()):
+            raise RequestError(
+                "the cache's rows hold other tokens than ids, by row, so it cannot be kept: a beam search (num_beams) "
+                "leaves them in another order than its sequences. Compute one of the sequences with prefill(), which "
+                "keeps it."
+            )
+
     def _prove(self, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> CacheLayout:
         vocab = int(self.model.config.vocab_size)
         ids = torch.tensor([[(7919 * index + 13) % vocab for index in range(_PIECE_TOKENS + _REST_TOKENS)]])
@@ -94,6 +122,21 @@ class CachedModel:
                     "a restored prefix would change answers. It is not supported."
                 )
         return layout
+
+
+class _Found(Exception):
+    """The first keys of a forward: its end."""
+
+    def __init__(self, index: int, keys: Tensor) -> None:
+        super().__init__(index)
+        self.index, self.keys = index, keys
+
+
+class _FirstKeys(DynamicCache):  # type: ignore[misc]
+    """Ends a forward at the first keys."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        raise _Found(layer_idx, key_states)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

@@ -161,8 +161,10 @@ def check(cache: Any, layout: CacheLayout, namespace: bytes) -> None:
         raise RequestError("the cache was restored by another PrefixCache, for another model, salt or setting.")
 
 
-def check_tokens(cache: DynamicCache, tokens: list[list[int]], length: int) -> None:
-    """Raise ``RequestError`` unless ``tokens``, by row, can be what the cache has seen in ``length`` tokens."""
+def check_tokens(cache: DynamicCache, tokens: list[list[int]], length: int) -> bool:
+    """Raise ``RequestError`` unless ``tokens``, by row, can be what the cache has seen in ``length`` tokens. Returns
+    whether it was restored for the prompt that they begin with; of others nothing is known.
+    """
     if len(tokens[0]) < length:
         raise RequestError(
             f"the cache has seen {length} tokens and ids has only {len(tokens[0])}: give all of them, the prompt and "
@@ -170,10 +172,11 @@ def check_tokens(cache: DynamicCache, tokens: list[list[int]], length: int) -> N
         )
     origin = getattr(cache, _ORIGIN, None)
     if origin is None:
-        return
+        return False
     known = min(length, len(origin.rows[0]))
     if len(origin.rows) != len(tokens) or any(a[:known] != b[:known] for a, b in zip(origin.rows, tokens, strict=True)):
         raise RequestError("ids does not begin with the prompt that this cache was restored for.")
+    return True
 
 
 def length_of(cache: DynamicCache, layout: CacheLayout) -> int:
