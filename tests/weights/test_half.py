@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -133,3 +134,27 @@ def test_what_transformers_does_not_take_is_told_by_its_name(
             stowage.offload(source, weights="*=stream", **{name: "3GiB"})
     with pytest.raises(stowage.ConfigError, match="give one of them"):
         stowage.offload(published, weights="*=stream", dtype="float16", torch_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("rules", ["*=stream", "*=mapped", "lm_head=mapped"])
+def test_another_type_is_refused_for_placed_weights_and_given_to_what_was_added(rules: str, tmp_path: Path) -> None:
+    """PEFT keeps adapters in float32. ``to`` of weights that are all mapped, or of an adapter, was silently undone."""
+    directory = tiny_models.write("llama", tmp_path, dtype="bfloat16")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    found = []
+    for base in (
+        AutoModelForCausalLM.from_pretrained(directory, dtype="auto"),
+        stowage.offload(directory, weights=rules, host_memory="1GiB"),
+    ):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(base.eval(), config)
+        before = logits(model, prompt())
+        after = logits(model.to(torch.bfloat16), prompt())
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        assert not torch.equal(before, after)
+        found.append([before, after])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    for change in (base.float, base.double, lambda: base.to("meta")):
+        with pytest.raises(stowage.ModelError, match="keep their dtype and their device"):
+            change()
+    assert torch.equal(logits(model, prompt()), found[1][1])

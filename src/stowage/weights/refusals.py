@@ -4,16 +4,18 @@ ModelError with the reason. Each replacement is an attribute of this one object,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stowage.errors import ModelError
 from stowage.weights import saving
-from stowage.weights.offloaded_parameter import OffloadedParameter
+from stowage.weights.offloaded_parameter import OffloadedError, OffloadedParameter
 
 _MERGE = (
     "the weights that it would be added to lie in the checkpoint's files. Save the adapter, and merge it in memory: "
@@ -28,11 +30,17 @@ _NAMES = (
 
 
 def guard(
-    model: Any, read: saving.Read, offloaded: bool, learns: Callable[[], Any], checkpoint: Callable[..., Any]
+    model: Any,
+    read: saving.Read,
+    offloaded: bool,
+    learns: Callable[[], Any],
+    checkpoint: Callable[..., Any],
+    placed: Container[int],
 ) -> None:
     """Replace the methods of ``model``. ``read(name)``: a copy of a parameter or buffer. ``offloaded``: whether some
     parameters are offloaded (else all are resident or mapped). ``learns``: returns ``None`` if a forward would compute
-    no gradients, and may raise. ``checkpoint``: as ``torch.utils.checkpoint.checkpoint``.
+    no gradients, and may raise. ``checkpoint``: as ``torch.utils.checkpoint.checkpoint``. ``placed``: ids of the
+    parameters that lie where the placement says, and stay there; later ones were added.
     """
     own: dict[str, Any] = {name: getattr(model, name, None) for name in _NAMES}
     told = {
@@ -76,7 +84,7 @@ def guard(
     if own["gradient_checkpointing_enable"] is not None:
         enable = functools.partial(_checkpoint, model, own["gradient_checkpointing_enable"], checkpoint)
         _put(model, "gradient_checkpointing_enable", own["gradient_checkpointing_enable"], enable)
-    _put(model, "_apply", own["_apply"], functools.partial(_apply, model, own["_apply"]))
+    _put(model, "_apply", own["_apply"], functools.partial(_apply, model, own["_apply"], placed))
 
 
 def _put(model: Any, name: str, own: Any, instead: Callable[..., Any]) -> None:
@@ -134,9 +142,45 @@ def _checkpoint(
             module.__dict__["_gradient_checkpointing_func"] = checkpoint
 
 
-def _apply(model: nn.Module, own: Callable[..., Any], fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-    """``to``, ``half`` and the like: allowed if they change no offloaded weight; else they raise before any change."""
-    for parameter in model.parameters():
-        if isinstance(parameter, OffloadedParameter) and fn(parameter) is not parameter:
-            raise ModelError(f"offloaded weights keep their dtype and their device. {_WHOLE}")
-    return model if all(fn(t) is t for t in model.buffers()) else own(fn, recurse)
+def _apply(
+    model: nn.Module, own: Callable[..., Any], placed: Container[int], fn: Callable[[Any], Any], recurse: bool = True
+) -> Any:
+    """``to``, ``half`` and the like: buffers and what was added follow. Where a placed parameter would change they
+    raise, before anything does.
+    """
+    added = list(model.buffers())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if id(parameter) not in placed:
+                added.append(parameter)
+            elif not _stays(fn, parameter):
+                raise ModelError(f"offloaded weights keep their dtype and their device. {_WHOLE}")
+        if all(fn(tensor) is tensor for tensor in added):
+            return model
+    with _without(model, placed):
+        return own(fn, recurse)
+
+
+def _stays(fn: Callable[[Any], Any], parameter: nn.Parameter) -> bool:
+    try:
+        return fn(parameter) is parameter
+    except OffloadedError:
+        return False
+
+
+@contextlib.contextmanager
+def _without(model: nn.Module, placed: Container[int]) -> Iterator[None]:
+    """Context: modules do not show these parameters, since torch writes to all that it finds, changed or not."""
+    found = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if id(parameter) in placed
+    ]
+    for module, name, _ in found:
+        module._parameters[name] = None
+    try:
+        yield
+    finally:
+        for module, name, parameter in found:
+            module._parameters[name] = parameter

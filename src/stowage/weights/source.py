@@ -65,7 +65,7 @@ class WeightSource(Deliveries):
         if self._comes_and_goes:
             model.forward = self._passes.wrap(model.forward, self._learning)
             offloaded = any(load.delivery is not Delivery.MAPPED for load in loads)
-            guard(model, self.read, offloaded, self._learning, self._gradients.checkpoint)
+            guard(model, self.read, offloaded, self._learning, self._gradients.checkpoint, self._own)
 
     def name(self, identity: str) -> None:
         """Set the identity of the weights as they are now."""
