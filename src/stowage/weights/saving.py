@@ -41,6 +41,7 @@ def save(model: Any, read: Read, plain: Callable[..., None], directory: str | os
     shard_bytes = parse_size(options.pop("max_shard_size", _SHARD_BYTES))
     original = bool(options.pop("save_original_format", True))
     _refuse(model, options)
+    options.pop("state_dict", None)  # Trainer passes None
     target = Path(directory)
     variant = options.get("variant")
     if options.get("is_main_process", True) is False:
