@@ -81,6 +81,8 @@ def test_biases_and_least_lengths():
     params = SamplingParams(min_tokens=2, stop_token_ids=(7,))
     for drawn, excluded in (([], [0, 7]), ([7], [0, 7]), ([7, 8], [])):
         assert drawn_with(params, logits, [], drawn).isneginf().nonzero()[:, 0].tolist() == excluded
+    never = SamplingParams(min_tokens=2, stop_token_ids=(7, 300, -1))  # what no token is ends nothing
+    assert drawn_with(never, logits, [], []).isneginf().nonzero()[:, 0].tolist() == [0, 7]
     ignoring = SamplingParams(min_tokens=2, stop_token_ids=(7,), ignore_eos=True)
     assert drawn_with(ignoring, logits, [], []).isneginf().nonzero()[:, 0].tolist() == [7]
     only_ends = torch.full((300,), -torch.inf)

@@ -55,7 +55,8 @@ class LogitsProcessors:
             tokens, values = self._bias
             logits[tokens] += values
         if self._count < params.min_tokens:
-            logits[self._ends] = -math.inf
+            ends = self._ends
+            logits[ends[(ends >= 0) & (ends < logits.numel())]] = -math.inf  # others are never drawn
         if params.repetition_penalty != 1.0:
             seen = torch.tensor(sorted(self._prompt.union(self._counts)), dtype=torch.long)
             found = logits[seen]
