@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from dataclasses import replace
 
@@ -250,13 +251,30 @@ def test_text_with_characters_of_several_tokens(engines):
     """Characters that span tokens arrive whole."""
     engine = engines("llama")
     tokenizer = engine.tokenizer
-    from stowage.engine.detokenizer import Detokenizer
-
     text = "naïve café 漢字 🚢 end"
     detokenizer = Detokenizer(tokenizer, [], [])
     pieces = [detokenizer.push(token) for token in tokenizer(text)["input_ids"]] + [detokenizer.finish()]
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("silent", [None, frozenset[int]()])
+def test_text_is_what_the_tokenizer_decodes(engines, silent):
+    """It is asked of the tokenizer's backend, but not where a class decodes in another way."""
+    tokenizer, chance = engines("llama").tokenizer, random.Random(5)
+    for _ in range(20):
+        tokens = [chance.randrange(len(tokenizer)) for _ in range(12)]
+        detokenizer = Detokenizer(tokenizer, [], [], silent=silent)
+        pieces = [detokenizer.push(token) for token in tokens] + [detokenizer.finish()]
+        assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=silent is None)
+
+    class Own(type(tokenizer)):
+        def _decode(self, *args, **named):
+            return super()._decode(*args, **named).upper()
+
+    own = Own(tokenizer_object=tokenizer.backend_tokenizer)
+    detokenizer = Detokenizer(own, [], [])
+    assert detokenizer.push(tokenizer("a")["input_ids"][-1]) + detokenizer.finish() == "A"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def slots_given_back_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def nan_that_is_drawn(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine_loop, "check_logits", lambda logits: None)
+    patch.setattr(engine_loop, "check_logits", lambda logits: int(logits.numpy()[-1].argmax()))
 
 
 def temperature_that_overflows(patch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def swapped_chunk_that_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
 
 def everybody_pays_for_one(patch: pytest.MonkeyPatch) -> None:
     """A forward that raises ends every request in it."""
-    patch.setattr(Loop, "_retry_alone", lambda self, work, error: self._fail(work, engine_loop._request_error(error)))
+    patch.setattr(Loop, "_retry_alone", lambda self, work, error: self._fail(work, engine_loop.failed_alone(error)))
 
 
 def blocks_that_are_not_computed_again(patch: pytest.MonkeyPatch) -> None:

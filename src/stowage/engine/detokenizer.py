@@ -40,6 +40,7 @@ class Detokenizer:
         silent: frozenset[int] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._backend = backend_of(tokenizer)
         self._stops = [_Stop(text) for text in stop]
         self._skips = silent is None
         self._silent = frozenset(getattr(tokenizer, "all_special_ids", ())) if silent is None else silent
@@ -106,6 +107,8 @@ class Detokenizer:
         return head if head + self._decode(self._tokens[read:]) == text else ""
 
     def _decode(self, tokens: list[int]) -> str:
+        if self._backend is not None:
+            return str(self._backend.decode(tokens, skip_special_tokens=self._skips))
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
         return text
 
@@ -136,6 +139,19 @@ def detokenizer(tokenizer: Any, prompt: Sequence[int], params: SamplingParams, e
     if silent is None and params.kept_special_tokens and tokenizer is not None:
         silent = special_tokens(tokenizer).difference(params.kept_special_tokens) | eos
     return Detokenizer(tokenizer, prompt, params.stop, params.min_tokens, silent)
+
+
+def backend_of(tokenizer: Any) -> Any:
+    """The tokenizer of the tokenizers library that ``tokenizer`` asks for a text; asking it is three times as quick.
+    ``None`` where there is none, or where ``tokenizer`` decodes in another way than Transformers' own classes.
+    """
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        return None
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    bound = [getattr(getattr(tokenizer, name, None), "__func__", None) for name in ("decode", "_decode")]
+    plain = bound == [PreTrainedTokenizerBase.decode, getattr(PreTrainedTokenizerFast, "_decode", bound)]
+    return tokenizer.backend_tokenizer if plain else None
 
 
 @lru_cache(maxsize=4)

@@ -15,14 +15,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from stowage import openmp
 from stowage.cache.cost_model import CostModel
 from stowage.cache.store import TieredStore
 from stowage.engine.completion import final_delta, finish_reason, token_delta
 from stowage.engine.kv_manager import KVManager
-from stowage.engine.request import Delta, Request
+from stowage.engine.request import Delta, Request, failed_alone
 from stowage.engine.sampling import check_logits
 from stowage.engine.scheduler import Scheduler
 from stowage.engine.sequence import Sequence, sequence_of
@@ -33,6 +35,7 @@ from stowage.executor.runner import Runner
 from stowage.executor.sequence_state import probe_sequence, take_blocks
 
 logger = logging.getLogger("stowage.engine")
+ResultT = TypeVar("ResultT")
 REQUESTS_MAX = 1 << 16
 """Open requests at once; more are refused, because an unbounded queue only hides overload."""
 CHECK_EVERY_S = 30.0
@@ -169,6 +172,7 @@ class Loop:
         if self._store is not None:
             self._store.wake()
 
+    @torch.inference_mode()  # not in each step: entering it takes as long as sampling does
     def _run(self) -> None:
         try:
             while self._wait_for_work():
@@ -243,19 +247,18 @@ class Loop:
         for request, sequence in ended:
             self._isolated(sequence, self._finish, request, sequence, "cancelled")
 
-    def _isolated(self, sequence: Sequence, function: Callable[..., None], *args: Any) -> None:
-        """Call ``function``. Its error ends the request of ``sequence`` alone, provided that the scheduler's invariants
-        hold.
-        """
+    def _isolated(self, sequence: Sequence, function: Callable[..., ResultT], *args: Any) -> ResultT | None:
+        """What ``function`` returns. Its error ends the request of ``sequence`` alone, if the scheduler is sound."""
         try:
-            function(*args)
+            return function(*args)
         except StowageError as error:
             logger.warning("a request failed: %s", error, extra={"stowage_event": "request-failed"})
             self._end(sequence, error)
         except BaseException as error:
             logger.warning("a request failed", exc_info=True, extra={"stowage_event": "fault"})
-            self._end(sequence, _request_error(error))
+            self._end(sequence, failed_alone(error))
             self._scheduler.check()
+        return None
 
     def _step(self) -> float:
         """Compute the next step. Returns how long to wait for a tier before the next one, at most: 0 unless all
@@ -319,7 +322,7 @@ class Loop:
             self._scheduler.check()
             return
         self._scheduler.end_isolation()
-        self._end(sequence_of(work[0]), _request_error(error))
+        self._end(sequence_of(work[0]), failed_alone(error))
         self._scheduler.check()
         self._check_model()
 
@@ -343,23 +346,25 @@ class Loop:
 
     def _process_output(self, work: Work, logits: Any) -> None:
         sequence = sequence_of(work)
-        self._isolated(sequence, self._count, sequence, work, logits)
+        likeliest = self._isolated(sequence, self._count, sequence, work, logits)
         if sequence.id in self.open:
             self._kv_manager.cache_blocks(sequence)
-            self._isolated(sequence, self._sample, sequence, work, logits)
+            self._isolated(sequence, self._sample, sequence, work, logits, likeliest)
 
-    def _count(self, sequence: Sequence, work: Work, logits: Any) -> None:
-        check_logits(logits)  # before the step's KV is cached: it may have NaN, too
+    def _count(self, sequence: Sequence, work: Work, logits: Any) -> int:
+        likeliest = check_logits(logits)  # before the step's KV is cached: it may have NaN, too
         sequence.computed += work.count
         sequence.extend_keys()
+        return likeliest
 
-    def _sample(self, sequence: Sequence, work: Work, logits: Any) -> None:
+    def _sample(self, sequence: Sequence, work: Work, logits: Any, likeliest: int) -> None:
         """Sample the next token, if all tokens before it are computed, and deliver it."""
         if work.every_logit:
             sequence.score(work.start, logits)
         if sequence.computed < len(sequence.tokens):
             return
-        token, report = sequence.sampler.sample(logits[-1])
+        sampler = sequence.sampler
+        token, report = (likeliest, None) if sampler.takes_likeliest else sampler.sample(logits[-1])
         sequence.tokens.append(token)
         if report is not None:
             sequence.logprobs.append(report)
@@ -379,13 +384,6 @@ class Loop:
         last = final_delta(sequence, text + sequence.text.finish(), reason)
         del self.open[sequence.id]
         request.deliver(last)
-
-
-def _request_error(cause: BaseException) -> StowageError:
-    """The error of a request that failed alone."""
-    error = StowageError(f"this request failed ({cause!r}), and no other one with it; the log has the traceback.")
-    error.__cause__ = cause
-    return error
 
 
 def _deliver_error(listening: deque[Request], error: StowageError) -> None:

@@ -134,3 +134,10 @@ def _raised(cause: BaseException) -> RequestError:
     error = RequestError(f"on_delta raised {cause!r}, so this request was ended; no other one is affected.")
     error.__cause__ = cause
     return error
+
+
+def failed_alone(cause: BaseException) -> StowageError:
+    """The error of a request that failed alone."""
+    error = StowageError(f"this request failed ({cause!r}), and no other one with it; the log has the traceback.")
+    error.__cause__ = cause
+    return error

@@ -38,17 +38,22 @@ def logprobs_of(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogpro
     return [TokenLogprob(*report) for report in zip(tokens, chosen, likeliest, strict=True)]
 
 
-def check_logits(logits: Tensor) -> None:
-    """Raises ModelError for a row of ``logits`` ``[rows, vocab]`` with NaN, plus infinity, or minus infinity
-    everywhere. Minus infinity at some tokens is fine: they are never sampled.
+def check_logits(logits: Tensor) -> int:
+    """The likeliest token of the last row of ``logits`` ``[rows, vocab]``. Raises ModelError for a row with NaN, plus
+    infinity, or minus infinity everywhere. Minus infinity at some tokens is fine: they are never sampled.
     """
     # numpy: torch wakes a thread for so little, which takes longer. Its argmax is quicker than max, and the first NaN.
-    highest = [row[row.argmax()] for row in logits.numpy()]
-    if not all(map(math.isfinite, highest)):
+    likeliest = 0
+    finite = True
+    for row in logits.numpy():
+        likeliest = int(row.argmax())
+        finite = finite and math.isfinite(row[likeliest])
+    if not finite:
         raise ModelError(
             "the model computed logits that are not numbers (NaN or infinite) for this request, so no token can be "
             "drawn; nothing of this step is kept. Try another dtype (float32), and check the checkpoint's weights."
         )
+    return likeliest
 
 
 class Sampler:
@@ -75,6 +80,11 @@ class Sampler:
     def finished(self) -> bool:
         """Whether the grammar allows no further token."""
         return self._processors is not None and self._processors.finished
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether ``sample`` gives the likeliest token, and no log-probability."""
+        return self._processors is None and self.params.temperature == 0 and not self.params.logprobs
 
     def sample(self, logits: Tensor) -> tuple[int, TokenLogprob | None]:
         """The next token from ``logits`` ``[vocab]``, float32, with its log-probability when asked for."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Items
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -160,8 +160,12 @@ def build(
     do not, without gathering keys.
     """
     decodes = sum([w.count == 1 for w in work])
+    attention = [pair for pair in zip(pools, strategies, strict=True) if pair[0].group.kind is not Kind.RECURRENT]
+    singles = decodes == len(work)
+    if singles and device.type == "cpu" and all(native(pool, work) for pool, _ in attention):
+        return _single_tokens(work, attention)
     ids = [token for w in work for token in w.sequence.tokens[w.start : w.start + w.count]]
-    if decodes == len(work):  # a step of these has little time, so it makes few arrays
+    if singles:
         every = np.array((ids, [w.start for w in work], range(decodes)), dtype=np.int64)
         (token_ids, at, wanted), positions = _on(device, every).unbind(), every[1]
     else:
@@ -170,10 +174,35 @@ def build(
         rows = np.concatenate([np.arange(end - w.count if w.every_logit else end - 1, end) for w, end in ends])
         token_ids, at, wanted = (_on(device, each) for each in (np.array(ids, dtype=np.int64), positions, rows))
     step = ForwardStep(token_ids, at, wanted, decodes, furthest=max([w.start + w.count for w in work]) - 1)
-    for pool, strategy in zip(pools, strategies, strict=True):
-        if pool.group.kind is not Kind.RECURRENT:
-            group_step = _group_step(work, decodes, positions, pool, strategy, dtype, native, paged)
-            step.of_layer.update(dict.fromkeys(pool.views, group_step))
+    for pool, strategy in attention:
+        group_step = _group_step(work, decodes, positions, pool, strategy, dtype, native, paged)
+        step.of_layer.update(dict.fromkeys(pool.views, group_step))
+    return step
+
+
+def _single_tokens(work: Items[Work], attention: Items[tuple[BlockPool, GroupStrategy]]) -> ForwardStep:
+    """The step of single tokens whose attention the kernels compute. It has little time, so its numbers are one array,
+    but for the block tables.
+    """
+    count, starts = len(work), [w.start for w in work]
+    numbers = [w.sequence.tokens[w.start] for w in work] + starts + list(range(count))
+    read = []
+    for pool, strategy in attention:
+        group = pool.group
+        tables = [w.sequence.tables[group.index] for w in work]
+        blocks, offsets = zip(*[divmod(start, group.block_tokens) for start in starts], strict=True)
+        written = [int(table.blocks[block]) for table, block in zip(tables, blocks, strict=True)]
+        assert min(written) > PADDING_BLOCK, "a token has no block to go to"
+        table, runs = _runs(work, range(count), [table.addresses for table in tables], group, strategy)
+        numbers += [*written, *offsets, *chain.from_iterable(runs)]
+        read.append((pool, torch.from_numpy(table)))
+    sizes = [count] * 3 + [count, count, 5 * count] * len(read)
+    parts = iter(torch.from_numpy(np.array(numbers, dtype=np.int64)).split_with_sizes(sizes))
+    step = ForwardStep(next(parts), next(parts), next(parts), count, furthest=max(starts))
+    for pool, whole in read:
+        written_to, within, listed = next(parts), next(parts), next(parts).view(count, 5)
+        one = GroupStep(pool, written_to, within, runs=_attention_runs(whole, listed, pool.group))
+        step.of_layer.update(dict.fromkeys(pool.views, one))
     return step
 
 
@@ -200,7 +229,9 @@ def _group_step(
     written, offsets = _on(device, places).unbind()
     step = partial(GroupStep, pool, written, offsets)
     if native(pool, work):
-        return step(runs=_runs(work, begins, addresses, group, strategy))
+        whole, runs = _runs(work, begins, addresses, group, strategy)
+        listed = torch.from_numpy(np.array(runs, dtype=np.int64))
+        return step(runs=_attention_runs(torch.from_numpy(whole), listed, group))
     if any(table.has_offloaded for table in tables):
         return step(
             streams=tuple(_stream_step(w, b, a) for w, b, a in zip(work, begins, addresses, strict=False)),
@@ -226,22 +257,25 @@ def _runs(
     tables: list[NDArray[np.int64]],
     group: Group,
     strategy: GroupStrategy,
-) -> AttentionRuns:
+) -> tuple[NDArray[np.int64], list[tuple[int, int, int, int, int]]]:
+    """``table`` and ``runs`` of ``AttentionRuns``."""
     size = group.block_tokens
     firsts = [strategy.first_live_block(w.start) for w in work]
     seen = [
         table[first : (w.start + w.count - 1) // size + 1] for w, table, first in zip(work, tables, firsts, strict=True)
     ]
-    whole = np.concatenate(seen)
-    here = whole.min() > PADDING_BLOCK
+    whole = np.concatenate(seen) if len(seen) > 1 else seen[0]
+    here = whole[whole.argmin()] > PADDING_BLOCK  # quicker than min
     assert here or ((whole > PADDING_BLOCK) | (whole <= OFFLOADED)).all(), "a query needs a block that is gone"
     table_begins = accumulate(map(len, seen), initial=0)
-    runs = [
+    return whole, [
         (begin, w.count, w.start, at, first * size)
         for begin, w, at, first in zip(begins, work, table_begins, firsts, strict=False)
     ]
-    table, listed = torch.from_numpy(whole), torch.from_numpy(np.array(runs, dtype=np.int64))
-    return AttentionRuns(table, listed, group.kind, group.window, size)
+
+
+def _attention_runs(table: torch.Tensor, runs: torch.Tensor, group: Group) -> AttentionRuns:
+    return AttentionRuns(table, runs, group.kind, group.window, group.block_tokens)
 
 
 def _decode_step(

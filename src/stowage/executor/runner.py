@@ -169,11 +169,13 @@ class Runner:
         while self._uninstall:
             self._uninstall.pop()(self._model)
 
-    @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Tensor]:
         """Compute ``work`` and return, in its order, each item's logits: ``[1, vocab]`` of its last token, or ``[count,
         vocab]``; float32, in host memory. Raises CheckpointError when a file of the weights was written to.
         """
+        if not torch.is_inference_mode_enabled():
+            with torch.inference_mode():
+                return self.run(work)
         with self.mapped.unchanged():
             if self.adapters is None:
                 return self._run(work)

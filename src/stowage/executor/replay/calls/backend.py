@@ -83,7 +83,7 @@ class CallBackend:
 
     def shape(self, step: ModelStep) -> StepShape:
         """See ``ReplayBackend``."""
-        return StepShape(len(step.given[0]))
+        return StepShape(step.given[0].shape[0])
 
     def states(self, step: ModelStep) -> Sequence[StateRows]:
         """See ``ReplayBackend``."""
