@@ -129,7 +129,7 @@ def assemble(
 
 def _check_length(loaded: Loaded, memory: Memory) -> None:
     most = context_tokens(loaded.model.config.get_text_config())
-    if memory.max_model_len > most:
+    if 0 < most < memory.max_model_len:  # XLNet says -1: it has no limit
         raise ConfigError(
             f"max_model_len is {memory.max_model_len}, and this model takes sequences of up to {most} tokens: give "
             f"max_model_len {most} or less, or leave it out."
