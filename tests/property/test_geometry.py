@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowage.core.geometry import PAGE_BYTES, Geometry, Group, Kind, split_arena
+from stowage.core.copy_plan import CopyPlan
+from stowage.core.geometry import PAGE_BYTES, Geometry, Group, Kind, SlabClass, slab_of_groups, split_arena
 from stowage.errors import BudgetError
 
 
@@ -80,3 +82,13 @@ def test_f9_every_group_holds_the_same_tokens(geometry: Geometry, scale: int, sn
     largest = max(slab.slot_bytes for slab in classes)
     one_page_for_all = host_bytes / sum(largest / tokens_per_slot(group, snapshot_tokens) for group in aligned)
     assert host_bytes / bytes_per_token >= one_page_for_all
+
+
+def test_tables_slabs_and_addresses() -> None:
+    full, state = Group(0, Kind.FULL, 16, 4, 1024), Group(1, Kind.RECURRENT, 512, 1, 4096)
+    assert [full.blocks_of(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert [state.blocks_of(tokens) for tokens in (1, 5000)] == [1, 1]
+    slabs = [SlabClass(4096, (0, 2), 3, 0, 0), SlabClass(8192, (1,), 2, 12288, 3)]
+    assert slab_of_groups(slabs) == {0: slabs[0], 2: slabs[0], 1: slabs[1]}
+    plan = CopyPlan(1, np.array([7, 8]), np.array([3, 4]), np.array([0, 1]))
+    assert plan.addresses(slabs[1], 4096).tolist() == [12288, 12288 + 8192 + 4096]
