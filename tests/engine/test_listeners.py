@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import RequestError, StowageError
@@ -44,6 +45,15 @@ def test_on_delta_that_raises(error, last, engines, references):
     assert len(calls) == (5 if last else 1)
     assert_same(other.result(), references("llama").answer(random_prompt(60, seed=4), 30))
     assert_well(engine, references, "llama", PROMPT)
+
+
+def test_on_delta_may_compute_with_torch(engines):
+    """The engine's thread is in inference mode, whose tensors learn nothing; what it calls is not."""
+    made = []
+    request = engines("llama").submit(PROMPT, greedy(2), lambda _: made.append(torch.ones(2, requires_grad=True) * 2))
+    assert request.wait(60)
+    request.result()
+    assert made and all(tensor.requires_grad and not tensor.is_inference() for tensor in made)
 
 
 @pytest.mark.parametrize(

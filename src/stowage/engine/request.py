@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from stowage.engine.sampling import TokenLogprob
 from stowage.errors import RequestError, StowageError
 
@@ -116,7 +118,8 @@ class Request:
             self.completion, self.error = delta.completion, self.error or delta.error
         try:
             if self.on_delta is not None:
-                self.on_delta(delta)
+                with torch.inference_mode(False):  # what it does with torch is its own affair
+                    self.on_delta(delta)
         except BaseException as error:  # it must not stop the engine, which other requests use
             logger.warning("on_delta raised: its request ends", exc_info=True, extra={"stowage_event": "on-delta"})
             self.on_delta, self.cancelled = None, True

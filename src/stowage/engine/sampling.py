@@ -43,17 +43,14 @@ def check_logits(logits: Tensor) -> int:
     infinity, or minus infinity everywhere. Minus infinity at some tokens is fine: they are never sampled.
     """
     # numpy: torch wakes a thread for so little, which takes longer. Its argmax is quicker than max, and the first NaN.
-    likeliest = 0
-    finite = True
-    for row in logits.numpy():
-        likeliest = int(row.argmax())
-        finite = finite and math.isfinite(row[likeliest])
-    if not finite:
+    rows = logits.numpy()
+    likeliest = [int(row.argmax()) for row in rows]
+    if not all(math.isfinite(row[token]) for row, token in zip(rows, likeliest, strict=True)):
         raise ModelError(
             "the model computed logits that are not numbers (NaN or infinite) for this request, so no token can be "
             "drawn; nothing of this step is kept. Try another dtype (float32), and check the checkpoint's weights."
         )
-    return likeliest
+    return likeliest[-1]
 
 
 class Sampler:
