@@ -4,7 +4,11 @@ and never lost.
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -54,6 +58,12 @@ class PoolMachine(RuleBasedStateMachine):
                 marks[offset] = self.mark % 250 + 1
         return blocks
 
+    @rule()
+    def touch_ahead(self) -> None:
+        before = self.pool.storage.clone()
+        self.pool.touch_ahead()
+        assert torch.equal(self.pool.storage, before)
+
     @rule(blocks=consumes(held))
     def release(self, blocks: list[int]) -> None:
         self.pool.release(blocks)
@@ -94,3 +104,28 @@ def test_views_cover_the_block_and_do_not_overlap() -> None:
     words = pool.storage[2].view(torch.float32).numpy()
     assert np.array_equal(words, np.repeat([1, 2, 3, 4], 16))
     assert not pool.storage[[0, 1, 3, 4]].any()
+
+
+def resident_bytes(memory: torch.Tensor) -> int:
+    """How much of ``memory``, which begins on a page, the system has given."""
+    told = (ctypes.c_ubyte * (memory.numel() // 4096))()
+    begin, nbytes = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(len(told) * 4096)
+    assert not ctypes.CDLL(None).mincore(begin, nbytes, told)
+    return 4096 * sum(page & 1 for page in told)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are in memory")
+def test_the_memory_of_blocks_that_come_next_is_had_before_they_are_given_out() -> None:
+    mib, pool = 1 << 20, BlockPool(layout(), 100 << 12, torch.device("cpu"))  # 100 MiB in blocks of 256 bytes
+    assert resident_bytes(pool.storage) <= 2 * mib
+    while pool.touch_ahead():
+        pass
+    assert 64 * mib <= resident_bytes(pool.storage) <= 68 * mib
+    given = pool.allocate(8 << 12) or []
+    assert len(given) == 8 << 12 and pool.touch_ahead(), "as much again comes after these"
+    while pool.touch_ahead():
+        pass
+    assert 72 * mib <= resident_bytes(pool.storage) <= 76 * mib
+    pool.release(given)
+    assert pool.allocate(1) == given[:1] and not pool.touch_ahead(), "a block that was there before"
+    assert pool.allocate(pool.available) and not pool.touch_ahead(), "nothing comes after the last one"

@@ -220,12 +220,14 @@ class Loop:
                     self._store is not None and not self._store.flush(0.0)
                 )
                 self._check_if_idle()
+                idle = not (self._inbox or self._scheduler.busy)
+                touching = idle and any(pool.touch_ahead() for pool in self._kv_manager.pools)
             with self._wakeup:
                 if self.closing:
                     return False
                 if self._inbox or self._scheduler.busy:
                     return True
-                self._wakeup.wait(_IDLE_WAIT_S if spilling else None)
+                self._wakeup.wait(0.0 if touching else _IDLE_WAIT_S if spilling else None)
 
     def _check_if_idle(self) -> None:
         now_s = self._clock()
