@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -330,3 +331,17 @@ def test_a_length_that_is_set_bounds_prompt_and_answer(engines):
         ConfigError, match="max_model_len is 129, and this model takes sequences of up to 128 tokens: give"
     ):
         engines("llama", 128, max_model_len=129)
+
+
+def test_a_length_that_memory_does_not_hold_is_refused(engines):
+    """With a size that is enough, and a length that is."""
+    with pytest.raises(BudgetError, match="max_model_len is 2000, and a KV cache of 100 KiB holds") as told:
+        engines("llama", 4096, kv_cache_memory="100KiB", host_memory="0", max_model_len=2000)
+    size, length = re.search(r"--kv-cache-memory (\w+), or max_model_len (\d+)", str(told.value)).groups()
+    assert engines("llama", 4096, kv_cache_memory=size, host_memory="0", max_model_len=2000).sequence_tokens_max == 2000
+    least = engines("llama", 4096, kv_cache_memory="100KiB", host_memory="0", max_model_len=int(length))
+    assert least.sequence_tokens_max == int(length)
+    with pytest.raises(BudgetError, match="max_model_len"):
+        engines("llama", 4096, kv_cache_memory="100KiB", host_memory="0", max_model_len=int(length) + 1)
+    behind = engines("llama", 4096, kv_cache_memory="100KiB", host_memory="4MiB", max_model_len=2000)
+    assert behind.sequence_tokens_max == 2000, "host memory counts"

@@ -19,10 +19,10 @@ from stowage.config.memory import Memory, format_size
 from stowage.core.geometry import Geometry, Kind, split_arena
 from stowage.core.groups import GroupStrategy, snapshot_spacing, strategy
 from stowage.core.key import namespace
-from stowage.engine.capacity import Capacity
+from stowage.engine.capacity import Capacity, Counts
 from stowage.errors import BudgetError, ConfigError, StowageError, UnsupportedModelError
 from stowage.executor import attention
-from stowage.executor.block_pool import BlockPool
+from stowage.executor.block_pool import BlockPool, bytes_needed
 from stowage.executor.determinism.pieces import (
     Exactness,
     Pieces,
@@ -39,7 +39,7 @@ from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.int8_activations import INT8_NAME, check_int8
 from stowage.executor.probe import probe
 from stowage.executor.replay.graphs.backend import Graphs
-from stowage.executor.replay.graphs.budget import SHARE, SHARE_LEAST_BYTES, share
+from stowage.executor.replay.graphs.budget import SHARE, SHARE_LEAST_BYTES, share, with_share
 from stowage.executor.replay.graphs.recorder import Recorder
 from stowage.executor.runner import Runner
 from stowage.models.families import ALONE
@@ -136,6 +136,20 @@ def _check_length(loaded: Loaded, memory: Memory) -> None:
         )
 
 
+def _check_room(memory: Memory, capacity: Capacity, counts: Counts, *, recorded: bool) -> None:
+    """A length that was asked for, and that device and host memory do not hold, is refused as in vLLM."""
+    asked, longest = memory.max_model_len, capacity.longest(counts)
+    if asked <= longest:
+        return
+    need = bytes_needed(capacity.layouts, asked, memory.max_num_batched_tokens)
+    need = with_share(need) if recorded else need
+    held = format_size(memory.kv_cache_memory_bytes)
+    raise BudgetError(
+        f"max_model_len is {asked}, and a KV cache of {held} holds sequences of up to {longest} tokens: give "
+        f"--kv-cache-memory {-(-need // 1024)}KiB, or max_model_len {longest} or less, or leave it out."
+    )
+
+
 def _impossible(reasons: Sequence[StowageError]) -> StowageError:
     """The error when exact answers are required and impossible."""
     first = reasons[0]
@@ -205,7 +219,9 @@ def _assemble(
     capacity = Capacity(layout.blocks, slabs, memory.max_num_batched_tokens, pieces.grid, layout.context_tokens)
     graph_bytes = share(memory.kv_cache_memory_bytes) if records is not None else 0
     pool_bytes = memory.kv_cache_memory_bytes - graph_bytes
-    pools = _pools(layout, capacity.divide(pool_bytes), loaded.model.device, pool_bytes)
+    counts = capacity.divide(pool_bytes)
+    _check_room(memory, capacity, counts, recorded=records is not None)
+    pools = _pools(layout, counts, loaded.model.device, pool_bytes)
     assert sum(pool.nbytes for pool in pools) <= pool_bytes, "the device budget is hard"
     strategies = [strategy(group) for group in layout.groups]
     runner = _runner(asked, layout, pools, strategies, exact)
