@@ -121,7 +121,7 @@ class BlockPool:
             taken.append(block)
         self._users[taken] = 1
         self._zero([block for block in taken if block <= self._highest])
-        self._highest = max(self._highest, *taken) if taken else self._highest
+        self._highest = max([self._highest, *taken])
         return taken
 
     def touch_ahead(self) -> bool:
