@@ -22,7 +22,7 @@ from stowage.core.key import namespace
 from stowage.engine.capacity import Capacity, Counts
 from stowage.errors import BudgetError, ConfigError, StowageError, UnsupportedModelError
 from stowage.executor import attention
-from stowage.executor.block_pool import BlockPool, bytes_needed
+from stowage.executor.block_pool import BlockPool
 from stowage.executor.determinism.pieces import (
     Exactness,
     Pieces,
@@ -39,7 +39,7 @@ from stowage.executor.fallback.runner import FallbackRunner
 from stowage.executor.int8_activations import INT8_NAME, check_int8
 from stowage.executor.probe import probe
 from stowage.executor.replay.graphs.backend import Graphs
-from stowage.executor.replay.graphs.budget import SHARE, SHARE_LEAST_BYTES, share, with_share
+from stowage.executor.replay.graphs.budget import SHARE, SHARE_LEAST_BYTES, share
 from stowage.executor.replay.graphs.recorder import Recorder
 from stowage.executor.runner import Runner
 from stowage.models.families import ALONE
@@ -141,8 +141,7 @@ def _check_room(memory: Memory, capacity: Capacity, counts: Counts, *, recorded:
     asked, longest = memory.max_model_len, capacity.longest(counts)
     if asked <= longest:
         return
-    need = bytes_needed(capacity.layouts, asked, memory.max_num_batched_tokens)
-    need = with_share(need) if recorded else need
+    need = capacity.least_device_bytes(asked, recorded=recorded)
     held = format_size(memory.kv_cache_memory_bytes)
     raise BudgetError(
         f"max_model_len is {asked}, and a KV cache of {held} holds sequences of up to {longest} tokens: give "

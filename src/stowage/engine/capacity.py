@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from stowage.core.geometry import PAGE_BYTES, Geometry, Group, Kind, SlabClass, split_arena
 from stowage.errors import BudgetError
-from stowage.executor.block_pool import blocks_needed, split_pool
+from stowage.executor.block_pool import blocks_needed, bytes_needed, split_pool
+from stowage.executor.replay.graphs.budget import with_share
 from stowage.models.layout import BlockLayout
 
 HOST_BYTES_MAX = 1 << 46
@@ -114,6 +115,13 @@ class Capacity:
             return None
         tokens = (device_bytes - every) / per_token
         return counts | {layout.group.index: int(tokens / layout.group.block_tokens) for layout in full}
+
+    def least_device_bytes(self, tokens: int, *, recorded: bool) -> int:
+        """The KV budget with which a sequence of ``tokens`` tokens lies on the device; ``recorded``: with the share of
+        recorded steps.
+        """
+        need = bytes_needed(self.layouts, tokens, self.max_num_batched_tokens)
+        return with_share(need) if recorded else need
 
     def least_host_bytes(self, tokens: int, device_bytes: int, snapshot_tokens: int) -> int | None:
         """The least host memory, to 4 KiB, with which a sequence of ``tokens`` tokens can be run on a device of so many

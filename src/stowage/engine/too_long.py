@@ -6,8 +6,6 @@ from stowage.config.memory import Memory, format_size
 from stowage.engine.assembly import Parts
 from stowage.engine.sequence import Sequence
 from stowage.errors import BudgetError
-from stowage.executor.block_pool import bytes_needed
-from stowage.executor.replay.graphs.budget import with_share
 
 
 def too_long(sequence: Sequence, parts: Parts, memory: Memory, no_offload_reason: str) -> BudgetError:
@@ -15,8 +13,7 @@ def too_long(sequence: Sequence, parts: Parts, memory: Memory, no_offload_reason
     offloaded keys; empty: they do not.
     """
     length = sequence.length_max
-    need = bytes_needed(parts.layout.blocks, length, memory.max_num_batched_tokens)
-    need = need if parts.graphs is None else with_share(need)
+    need = parts.capacity.least_device_bytes(length, recorded=parts.graphs is not None)
     host = memory.arena_bytes
     behind = f"with host memory of {format_size(host)}" if host else "without host memory"
     least: int | None = 0

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stowage.core.geometry import ALIGNMENT_BYTES, NULL_BLOCK, Group, Kind
+from stowage.core.geometry import ALIGNMENT_BYTES, NULL_BLOCK, PAGE_BYTES, Group, Kind
 from stowage.errors import BudgetError
 from stowage.models.layout import BlockLayout
 from stowage.native.memory import HUGE_BYTES, pages
@@ -32,7 +32,6 @@ PLANNED_CONTEXT_TOKENS = 8192
 PADDING_BLOCK = 0
 _AHEAD_BYTES: Final = 64 << 20
 """Some prompts' worth; what a process that was asked little takes more of its budget than it needs."""
-_PAGE_BYTES: Final = 4096
 
 
 class BlockPool:
@@ -130,12 +129,12 @@ class BlockPool:
         A prompt whose blocks are new waits for it otherwise: 1 ms for 12 MB, and up to 24 ms where a virtual machine's
         host gives it, too. To be called when nothing else is to be done.
         """
-        begin = max(self._touched_bytes, (self._highest + 1) * self.group.bytes_per_block)
-        end = min((self._highest + 1) * self.group.bytes_per_block + _AHEAD_BYTES, self.nbytes)
+        given_bytes = (self._highest + 1) * self.group.bytes_per_block
+        begin, end = max(self._touched_bytes, given_bytes), min(given_bytes + _AHEAD_BYTES, self.nbytes)
         if self.storage.device.type != "cpu" or begin >= end:
             return False
         self._touched_bytes = min(begin + HUGE_BYTES, end)
-        self.storage.view(-1)[begin : self._touched_bytes : _PAGE_BYTES].zero_()  # as they are
+        self.storage.view(-1)[begin : self._touched_bytes : PAGE_BYTES].zero_()  # as they are
         return self._touched_bytes < end
 
     def _zero(self, blocks: list[int]) -> None:
