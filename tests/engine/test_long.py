@@ -384,3 +384,14 @@ def test_without_kernels_exact_answers_need_the_device(opened, monkeypatch):
         pytest.raises(BudgetError, match="Only --batch-dependent lets a sequence be longer than the device"),
     ):
         engine.submit([5] * 450, greedy(1))
+
+
+def test_without_kernels_a_length_beyond_the_device_does_not_cost_exactness(opened, monkeypatch):
+    """Host memory would hold the length without exact answers; the engine opens so where that is asked for."""
+    monkeypatch.setenv("STOWAGE_PURE_PYTHON", "1")
+    memory = Memory(kv_cache_memory="160KiB", host_memory="8MiB", max_model_len=450, **SMALL)
+    told = "max_model_len is 450, and a KV cache of 160 KiB holds .* Only --batch-dependent lets a sequence be longer"
+    with pytest.raises(BudgetError, match=told):
+        Engine(world_of("llama").model, memory)
+    with Engine(world_of("llama").model, memory, batch_dependent=True) as engine:
+        assert engine.sequence_tokens_max >= 450

@@ -30,6 +30,7 @@ from stowage.executor.determinism.pieces import (
     exact_candidates,
     exact_name,
     no_offload_reason,
+    remedy,
     simplified,
 )
 from stowage.executor.determinism.row_invariance import mode_of
@@ -111,15 +112,19 @@ def assemble(
     asked = _Asked(loaded, memory, salt, clock, tiers, cuda_graphs, int8)
     if exactness is Exactness.BATCH_DEPENDENT:
         return _cut(asked, None, "it was asked for: --batch-dependent")
+    candidates: list[Pieces] = []
     reasons: list[StowageError] = []
     try:
-        for candidate in exact_candidates(loaded.model):
-            try:
-                return _cut(asked, candidate)
-            except (UnsupportedModelError, BudgetError) as error:
-                reasons.append(error)
+        candidates = exact_candidates(loaded.model)
     except ConfigError as error:
         reasons.append(error)
+    for candidate in candidates:
+        try:
+            return _cut(asked, candidate)
+        except LengthError:
+            raise  # exact answers are possible; what was asked for is not lowered, and exactness is not given up for it
+        except (UnsupportedModelError, BudgetError) as error:
+            reasons.append(error)
     if exactness is Exactness.REQUIRED:
         raise _impossible(reasons) from reasons[0]
     parts = _cut(asked, None, str(reasons[0]))
@@ -136,16 +141,22 @@ def _check_length(loaded: Loaded, memory: Memory) -> None:
         )
 
 
-def _check_room(memory: Memory, capacity: Capacity, counts: Counts, *, recorded: bool) -> None:
-    """A length that was asked for, and that device and host memory do not hold, is refused as in vLLM."""
+class LengthError(BudgetError):
+    """Device and host memory do not hold the ``max_model_len`` that was asked for."""
+
+
+def _check_room(memory: Memory, capacity: Capacity, counts: Counts, why: str, *, recorded: bool) -> None:
+    """A length that was asked for, and that device and host memory do not hold, is refused as in vLLM. ``why``: exact
+    answers leave host memory out; empty: they do not, or are not wanted.
+    """
     asked, longest = memory.max_model_len, capacity.longest(counts)
     if asked <= longest:
         return
     need = capacity.least_device_bytes(asked, recorded=recorded)
     held = format_size(memory.kv_cache_memory_bytes)
-    raise BudgetError(
+    raise LengthError(
         f"max_model_len is {asked}, and a KV cache of {held} holds sequences of up to {longest} tokens: give "
-        f"--kv-cache-memory {-(-need // 1024)}KiB, or max_model_len {longest} or less, or leave it out."
+        f"--kv-cache-memory {-(-need // 1024)}KiB, or max_model_len {longest} or less, or leave it out." + remedy(why)
     )
 
 
@@ -213,13 +224,13 @@ def _assemble(
     grid = layout.recurrent.group.block_tokens if layout.recurrent else block_tokens_of(memory)[Kind.RECURRENT]
     snapshot_tokens = snapshot_spacing(memory.snapshot_tokens, grid)
     slabs = split_arena(geometry, memory.arena_bytes, snapshot_tokens) if memory.host_memory_bytes else ()
-    if exact is not None and no_offload_reason(loaded.model):
+    device_only = no_offload_reason(loaded.model) if exact is not None else ""
+    if device_only:
         slabs = ()  # torch sums offloaded keys in another order than keys on the device
     capacity = Capacity(layout.blocks, slabs, memory.max_num_batched_tokens, pieces.grid, layout.context_tokens)
     graph_bytes = share(memory.kv_cache_memory_bytes) if records is not None else 0
     pool_bytes = memory.kv_cache_memory_bytes - graph_bytes
     counts = capacity.divide(pool_bytes)
-    _check_room(memory, capacity, counts, recorded=records is not None)
     pools = _pools(layout, counts, loaded.model.device, pool_bytes)
     assert sum(pool.nbytes for pool in pools) <= pool_bytes, "the device budget is hard"
     strategies = [strategy(group) for group in layout.groups]
@@ -232,6 +243,7 @@ def _assemble(
     if exact is not None:
         trial_name = f"{name.hex()}/{loaded.weights is not None}"
         try_rows_once(trial_name, runner, pools, pieces, layout, memory.max_num_batched_tokens)
+    _check_room(memory, capacity, counts, device_only, recorded=records is not None)
     store = open_store(geometry, memory, name, snapshot_tokens, asked.clock, asked.tiers)
     if store is not None:
         map_host_arena(pools, store)

@@ -6,6 +6,7 @@ from stowage.config.memory import Memory, format_size
 from stowage.engine.assembly import Parts
 from stowage.engine.sequence import Sequence
 from stowage.errors import BudgetError
+from stowage.executor.determinism.pieces import remedy
 
 
 def too_long(sequence: Sequence, parts: Parts, memory: Memory, no_offload_reason: str) -> BudgetError:
@@ -17,10 +18,8 @@ def too_long(sequence: Sequence, parts: Parts, memory: Memory, no_offload_reason
     host = memory.arena_bytes
     behind = f"with host memory of {format_size(host)}" if host else "without host memory"
     least: int | None = 0
-    why = ""
-    if no_offload_reason and not parts.inexact_because:
-        why = f" Only --batch-dependent lets a sequence be longer than the device here: {no_offload_reason}"
-    else:
+    why = "" if parts.inexact_because else remedy(no_offload_reason)
+    if not why:
         least = parts.capacity.least_host_bytes(length, parts.kv_cache_memory_bytes, parts.snapshot_tokens)
     instead = f"With this device budget it needs --host-memory {-(-least // 1024)}KiB; alone on" if least else "On"
     return BudgetError(

@@ -155,6 +155,11 @@ def no_offload_reason(model: Any) -> str:
     return no_kernels_reason(model)
 
 
+def remedy(no_offload: str) -> str:
+    """What an error for a sequence longer than the device adds, where this reason excludes offloaded keys."""
+    return no_offload and f" Only --batch-dependent lets a sequence be longer than the device here: {no_offload}"
+
+
 def no_kernels_reason(model: Any) -> str:
     """Why there are no kernels for ``model``, so that exact answers are slower; empty: there are."""
     if model.device.type != "cpu" or kernels.wanted(model.device, model.dtype) or model.config.model_type in ALONE:
