@@ -28,10 +28,6 @@ one of Qwen3-Next amplifies rounding most: against float64 plain Transformers is
 INSTRUCTIONS = ["base", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
 """Sets of them that kernels are compiled for."""
 
-needs_kernels = pytest.mark.skipif(
-    not kernels.wanted(torch.device("cpu"), torch.float32), reason="steps are recorded where the kernels compute them"
-)
-
 
 def each_instruction_set() -> Iterator[str]:
     """In use, one after the other: those that this processor has."""

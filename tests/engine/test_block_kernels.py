@@ -19,8 +19,9 @@ from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.formats import BLOCKS, Spec, dequantized
 from stowage.weights.quantized.stacks import BlockStack, Stacking, stacked_linear
 from tests.block_formats import HALVES, SPECS, parts_of, scale, shapes_of
+from tests.native import needs_native
 
-pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
+pytestmark = needs_native
 ODD = {"fp8": ((130, 200), (37, 4128)), "f16": ((37, 75),), "bf16": ((37, 75),), "f32": ((37, 75),)}
 
 

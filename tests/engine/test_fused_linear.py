@@ -12,8 +12,9 @@ from stowage.weights.offloaded_parameter import nan_placeholder, offload, restor
 from stowage.weights.quantized.blocks import BlockLinear
 from stowage.weights.quantized.formats import Spec
 from tests.block_formats import parts_of
+from tests.native import needs_native
 
-pytestmark = pytest.mark.skipif(not native.is_built(), reason="the kernels were not built")
+pytestmark = needs_native
 
 
 class Net(nn.Module):

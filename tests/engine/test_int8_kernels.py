@@ -17,8 +17,9 @@ from stowage.weights.quantized.formats import Spec, dequantized
 from tests.block_formats import SPECS, parts_of, shapes_of
 from tests.depth import mostly_rare
 from tests.engine.conftest import each_instruction_set
+from tests.native import needs_native
 
-pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
+pytestmark = needs_native
 INTEGER = [spec for spec in SPECS if spec.name in kernels.INTEGER_FORMATS]
 PACKED = [
     Form("int8", 37, 576),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stowage.executor import kernels
 from stowage.executor.latent_weights import LatentWeights
+from tests.native import needs_native
 
 HEADS, NOPE, VALUE, RANK = 5, 8, 6, 32
 
@@ -57,7 +58,7 @@ def test_nothing_is_kept_of_weights_that_move_or_are_made_in_each_step() -> None
     assert not weights._turned
 
 
-@pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
+@needs_native
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_heads_are_multiplied_each_by_its_own_wherever_they_lie(dtype: torch.dtype, rows: int) -> None:

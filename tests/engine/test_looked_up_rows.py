@@ -14,8 +14,9 @@ from stowage.executor import kernels
 from stowage.weights.quantized.blocks import BlockMatrix
 from tests.block_formats import SPECS, parts_of
 from tests.engine.test_programs import left, replays, usual
+from tests.native import needs_native
 
-pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
+pytestmark = needs_native
 
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES)

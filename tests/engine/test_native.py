@@ -17,9 +17,10 @@ from stowage.executor import kernels
 from stowage.models.layout import visible
 from tests.engine.conftest import INSTRUCTIONS, each_instruction_set
 from tests.forked import exit_code_of_a_child
+from tests.native import needs_native
 from tests.threads import using_threads
 
-pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
+pytestmark = needs_native
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -9,8 +9,9 @@ from torch import nn
 from stowage.executor import kernels
 from stowage.executor.batch import ForwardStep, current
 from stowage.executor.fused import norms
+from tests.native import needs_native
 
-pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
+pytestmark = needs_native
 
 
 def _class(rounded: bool, more: float, name: str = "SomeRMSNorm"):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from stowage import Engine, Memory, SamplingParams
-from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.replay.calls import position_tables
 from stowage.executor.replay.calls.call_list import RecordedCalls, listed
 from stowage.executor.replay.calls.position_tables import PositionTables
 from stowage.executor.replay.calls.recording import one_call, recorded
+from tests.native import needs_native
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 WIDTH = 6
@@ -184,7 +184,7 @@ def test_a_few_calls_are_made_as_they_are() -> None:
     assert len(quick.calls) == len(plain.calls) and not tables.nbytes
 
 
-@pytest.mark.skipif(not kernels.is_built(), reason="steps are recorded where the kernels compute them")
+@needs_native
 def test_recorded_steps_of_a_model_look_up(checkpoints: Callable[..., Path]) -> None:
     with Engine(checkpoints("llama"), Memory(kv_cache_memory="8MiB")) as engine:
         engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8, ignore_eos=True))
@@ -194,7 +194,7 @@ def test_recorded_steps_of_a_model_look_up(checkpoints: Callable[..., Path]) -> 
         assert steps.backend._tables.nbytes > 0
 
 
-@pytest.mark.skipif(not kernels.is_built(), reason="steps are recorded where the kernels compute them")
+@needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_cross_the_ends_of_the_table(
     dtype: str, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch

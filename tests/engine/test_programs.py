@@ -32,9 +32,10 @@ from stowage.weights.quantized.codes import Form, PackedMatrix
 from stowage.weights.quantized.formats import Spec
 from tests.block_formats import SPECS, parts_of
 from tests.depth import EXHAUSTIVE
+from tests.native import needs_native
 from tests.threads import using_threads
 
-pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
+pytestmark = needs_native
 Function = Callable[..., Tensor]
 VIEWS = ("view", "reshape", "transpose", "t", "__getitem__", "flatten", "permute", "split")
 EXACT = RowInvariance(linear=True, exact=True)

@@ -21,11 +21,11 @@ from stowage.executor.replay.programs.encoding import Operation
 from stowage.executor.runner import Runner
 from stowage.testing import tiny_models
 from tests.depth import mostly_rare
-from tests.engine.conftest import needs_kernels
+from tests.native import needs_native
 
 KINDS = ("llama", "gemma2", "llama4", "gpt_oss", "mixtral", "deepseek_v3", "gpt2", "qwen3_next", "lfm2", "nemotron_h")
 IN_EVERY_DTYPE = ("llama", "qwen3_next")
-pytestmark = needs_kernels
+pytestmark = needs_native
 
 
 def steps_of_an_engine(model: Any) -> RecordedSteps:

@@ -32,9 +32,9 @@ from stowage.executor.replay.programs.writer import planned
 from stowage.executor.runner import Runner
 from stowage.testing import tiny_models
 from tests.depth import mostly_rare
-from tests.engine.conftest import needs_kernels
+from tests.native import needs_native
 
-pytestmark = needs_kernels
+pytestmark = needs_native
 ROWS = (7, 11, 13)
 EXACT = RowInvariance(linear=True, exact=True)
 WEIGHT = Parameter(torch.randn(12, 8, generator=torch.Generator().manual_seed(1)).bfloat16(), requires_grad=False)

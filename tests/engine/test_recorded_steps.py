@@ -16,7 +16,7 @@ from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused.recurrent_kernels import StateRows
 from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps, recorded_steps
 from stowage.executor.replay.calls.recording import one_call
-from tests.engine.conftest import needs_kernels
+from tests.native import needs_native
 
 
 class Own(nn.Module):
@@ -170,7 +170,7 @@ def test_a_refused_step_leaves_the_states_as_they_were_before_it() -> None:
     assert torch.equal(model.state, torch.full((3,), 5.0))
 
 
-@needs_kernels
+@needs_native
 def test_a_layer_that_is_given_something_else_than_those_fused_with_it_is_computed_from_that() -> None:
     torch.manual_seed(1)
     model = Own(lambda self, x: torch.cat((self.first(x), self.second(x * 2 if self.calls == 2 else x))))

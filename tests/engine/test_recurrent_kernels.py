@@ -14,9 +14,10 @@ from torch import Tensor
 
 from stowage.executor import kernels
 from stowage.executor.fused import recurrent_kernels
+from tests.native import needs_native
 from tests.threads import using_threads
 
-pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
+pytestmark = needs_native
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -15,8 +15,9 @@ from stowage.executor import kernels
 from stowage.executor.batch import current
 from stowage.executor.fused import recurrent_layers
 from stowage.testing import tiny_models
+from tests.native import needs_native
 
-pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
+pytestmark = needs_native
 DELTAS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 KIMIS = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
 SPACES = ("mamba2_chunk_scan", "mamba2_selective_state_update")

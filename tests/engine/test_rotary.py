@@ -11,8 +11,9 @@ from transformers.models.llama import modeling_llama
 
 from stowage.executor import kernels
 from stowage.executor.fused import recurrent_layers, rotary
+from tests.native import needs_native
 
-pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
+pytestmark = needs_native
 OWN = modeling_llama.apply_rotary_pos_emb
 MANY = 101
 

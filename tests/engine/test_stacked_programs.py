@@ -18,8 +18,9 @@ from stowage.weights.quantized.stacks import Stacking, put_stacks, stacked_linea
 from tests.block_formats import SPECS, parts_of
 from tests.depth import mostly_rare
 from tests.engine.test_programs import left, replays, usual
+from tests.native import needs_native
 
-pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels were not built")
+pytestmark = needs_native
 EXPERTS = 5
 
 

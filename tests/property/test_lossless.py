@@ -15,9 +15,9 @@ from stowage.core import lossless, lossless_blocks
 from stowage.errors import FormatError
 from stowage.native import extension
 from stowage.native.switches import PURE_PYTHON
+from tests.native import needs_native
 
 WAYS = ("base", "avx2", "avx512")
-needs_c = pytest.mark.skipif(extension is None, reason="no compiled code")
 
 
 def has(way: str) -> bool:
@@ -69,7 +69,7 @@ def odd_bytes(chance: random.Random) -> bytes:
     return np.array(words, "<u2").tobytes() + chance.choice((b"", b"\xff"))
 
 
-@needs_c
+@needs_native
 def test_every_word_of_16_bits_comes_back(way: str) -> None:
     words = np.arange(1 << 16, dtype="<u2")
     for raw in (words.tobytes(), words.byteswap().tobytes(), np.repeat(words, 3).tobytes()[:-1]):
@@ -77,7 +77,7 @@ def test_every_word_of_16_bits_comes_back(way: str) -> None:
         assert unpacked(packed, len(raw)) == (0, raw)
 
 
-@needs_c
+@needs_native
 def test_all_ways_give_the_bytes_that_numpy_gives(way: str) -> None:
     chance = random.Random(29)
     for _ in range(150):
@@ -140,7 +140,7 @@ def test_infinities_payloads_and_denormals_in_one_block() -> None:
         assert unpacked(packed_in_c(words.tobytes()), words.nbytes) == (0, words.tobytes())
 
 
-@needs_c
+@needs_native
 def test_symbols_that_no_sample_has_are_no_reason_to_give_up(way: str) -> None:
     """Only a quarter is counted: what is not in it is an escape, whatever fills the levels up."""
     for rare in range(0, 256, 5):
@@ -220,7 +220,7 @@ def test_the_face_unpacks_with_padding_and_refuses_the_rest(pure: bool, monkeypa
         lossless.unpack(memoryview(later), buffer)
 
 
-@needs_c
+@needs_native
 def test_damaged_bytes_are_refused_or_unpacked_alike(way: str) -> None:
     """Numpy checks every bound: C must take and refuse the same, and give the same bytes for what it takes."""
     chance = random.Random(7)
@@ -247,7 +247,7 @@ def test_damaged_bytes_are_refused_or_unpacked_alike(way: str) -> None:
     assert taken
 
 
-@needs_c
+@needs_native
 @pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shift", [0, 8, 32])
 def test_long_payloads_that_are_written_past_the_caches_come_back_wherever_they_go(
@@ -271,7 +271,7 @@ def in_frames(raw: bytes) -> tuple[bytes, np.ndarray]:
     return b"".join(packed), np.array([len(one) for one in packed], np.int64)
 
 
-@needs_c
+@needs_native
 @pytest.mark.parametrize("pure", [False, True])
 def test_frames_come_back_and_others_are_refused(pure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = floats("bfloat16", 27_511)
@@ -295,7 +295,7 @@ def test_frames_come_back_and_others_are_refused(pure: bool, monkeypatch: pytest
             lossless.unpack_frames(memoryview(some), of, FRAME, memoryview(bytearray(length)))
 
 
-@needs_c
+@needs_native
 @pytest.mark.parametrize("pure", [False, True])
 def test_payloads_are_packed_one_behind_the_other(pure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if pure:

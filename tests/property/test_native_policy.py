@@ -20,9 +20,8 @@ from stowage.cache.policy import POLICIES, CostAware, cost
 from stowage.cache.policy.hazard import AGES, best_rate
 from stowage.cache.policy.native import NativeCostAware, cost_aware, quick_rate
 from stowage.native import extension, is_built
+from tests.native import needs_native
 from tests.policy_models import Arena, array, key
-
-built = pytest.mark.skipif(not is_built(), reason="the kernel was not built: no C compiler when it was installed")
 
 
 def state(policy: CostAware) -> dict[str, object]:
@@ -57,7 +56,7 @@ class Life(Arena):
             )
 
 
-@built
+@needs_native
 @given(seed=st.integers(0, 1 << 30), slots=st.integers(1, 30), keys=st.sampled_from((20, 200, 5000)))
 @settings(max_examples=12, deadline=None)
 def test_both_do_the_same(seed: int, slots: int, keys: int) -> None:
@@ -109,7 +108,7 @@ REFUSED: list[tuple[str, type[Exception], Callable[[Any], object]]] = [
 ]
 
 
-@built
+@needs_native
 @pytest.mark.parametrize(("what", "error", "call"), REFUSED, ids=[what for what, _, _ in REFUSED])
 def test_the_kernel_refuses_and_nothing_has_changed(
     what: str, error: type[Exception], call: Callable[[Any], object]
@@ -121,7 +120,7 @@ def test_the_kernel_refuses_and_nothing_has_changed(
     policy.check()
 
 
-@built
+@needs_native
 @pytest.mark.parametrize("place", range(17))
 def test_a_kernel_takes_no_array_of_another_size(place: int) -> None:
     policy = CostAware(8)
@@ -137,7 +136,7 @@ def test_a_kernel_takes_no_array_of_another_size(place: int) -> None:
         extension.Kernel(tuple(lent), *numbers)
 
 
-@built
+@needs_native
 def test_a_kernel_takes_no_numbers_out_of_range() -> None:
     policy = CostAware(8)
     lent, rows, width = tuple(policy.arrays()), len(policy._history.tables[0]), policy.hazard.width
@@ -148,7 +147,7 @@ def test_a_kernel_takes_no_numbers_out_of_range() -> None:
         extension.Kernel(lent[:-1], 8, rows, width)
 
 
-@built
+@needs_native
 def test_arrays_that_somebody_scribbles_into_crash_nothing() -> None:
     """What is read from them is confined to its range: victims may be wrong, slots stay slots."""
     chance = np.random.default_rng(3)
@@ -168,7 +167,7 @@ def test_arrays_that_somebody_scribbles_into_crash_nothing() -> None:
             assert count == 3 and set(taken.tolist()) <= set(range(8))
 
 
-@built
+@needs_native
 def test_what_the_kernel_was_lent_is_free_again_when_it_ends() -> None:
     """Held buffers are exports: an array of bytes that is exported cannot grow. And nothing that it is given leaks."""
     policy = CostAware(4)
@@ -205,7 +204,7 @@ def test_the_kernel_is_chosen_unless_it_is_not_wanted(monkeypatch: pytest.Monkey
     assert type(cost_aware(4)) is CostAware
 
 
-@built
+@needs_native
 @given(seed=st.integers(0, 1 << 30))
 @settings(max_examples=30, deadline=None)
 def test_the_best_rates_are_the_same(seed: int) -> None:
@@ -217,7 +216,7 @@ def test_the_best_rates_are_the_same(seed: int) -> None:
     assert np.allclose(plain, quick, rtol=1e-12, atol=0)
 
 
-@built
+@needs_native
 def test_rates_are_refused_for_what_is_no_table_of_ages() -> None:
     for hazard, rates in (
         (np.zeros(AGES, np.int64), np.zeros(AGES)),
@@ -257,7 +256,7 @@ class Both:
         other.check()
 
 
-@built
+@needs_native
 def test_both_forget_what_left_first_when_rows_are_full() -> None:
     """Far more keys than are remembered, in large batches, some of them back again."""
     both, chance = Both(40), random.Random(5)
@@ -269,7 +268,7 @@ def test_both_forget_what_left_first_when_rows_are_full() -> None:
     assert len(both.pair[1]._history) > 900, "rows were full"
 
 
-@built
+@needs_native
 def test_both_count_what_waited_longer_than_the_ring_of_epochs() -> None:
     both = Both(3)
     both.admit([0, 1, 2], [0, 1, 2], [-1, -1, -1])
@@ -284,7 +283,7 @@ def test_both_count_what_waited_longer_than_the_ring_of_epochs() -> None:
     both.check()
 
 
-@built
+@needs_native
 def test_both_hold_a_chunk_that_was_due_and_is_continued_again() -> None:
     both = Both(4)
     both.admit([0], [0], [-1])
@@ -296,7 +295,7 @@ def test_both_hold_a_chunk_that_was_due_and_is_continued_again() -> None:
     assert both.victims(2) == [2, 0]
 
 
-@built
+@needs_native
 def test_a_chunk_that_is_due_again_and_again_is_listed_once() -> None:
     """Its owner replaces the only child of a chunk that is held back, and asks for no victims meanwhile."""
     both = Both(4)

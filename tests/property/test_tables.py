@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from stowage.core.table import rows, slots
 from stowage.core.table.rows import EXTENT
-from stowage.native import extension, is_built
+from stowage.native import extension
+from tests.native import needs_native
 
 WIDTH = 16
 KEYS = [number.to_bytes(32, "little") for number in range(300)]
@@ -32,8 +33,7 @@ def kernels(name: str) -> list[Any]:
     def made_with(bits: int, depth: int) -> Callable[[int], Any]:
         return lambda size: kernel(size, bucket_bits=bits, depth_max=depth)
 
-    built = pytest.mark.skipif(not is_built(), reason="the kernel was not built: no C compiler")
-    return [pytest.param(made_with(*sizes), id=f"C-{sizes}", marks=built) for sizes in SIZES]
+    return [pytest.param(made_with(*sizes), id=f"C-{sizes}", marks=needs_native) for sizes in SIZES]
 
 
 class RowsLife:

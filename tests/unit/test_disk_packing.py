@@ -12,13 +12,13 @@ import pytest
 
 from stowage.core import lossless
 from stowage.core.geometry import PAGE_BYTES
-from stowage.native import is_built
 from stowage.native.switches import PURE_PYTHON
 from stowage.storage.disk.scrub import scrub
 from stowage.storage.format.protection import Method, Protection, SecretKey
 from stowage.storage.objects import ObjectTier
 from stowage.storage.protocol import Transfer
 from tests.disk_client import NAMESPACE, Client, aligned, numbers, only_segment, used_bytes
+from tests.native import needs_native
 from tests.tier_client import NEVER_S, key
 
 MIB = 1 << 20
@@ -57,7 +57,7 @@ def test_they_take_less_and_come_back_exactly(tmp_path: Path, method: Method, di
         assert not client.load(KEYS, wrong).ok.any(), "another length than was stored"
 
 
-@pytest.mark.skipif(not is_built(), reason="no compiled code")
+@needs_native
 def test_without_compiled_code_they_are_read_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Client(tmp_path / "c") as client:
         assert client.store(KEYS[:4], LENGTHS[:4]).ok.all() and client.stats()["packed"] == 4

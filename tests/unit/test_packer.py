@@ -13,13 +13,13 @@ import pytest
 
 from stowage.core import lossless
 from stowage.core.geometry import PAGE_BYTES
-from stowage.native import is_built
 from stowage.storage.disk.counters import Counters
 from stowage.storage.disk.packing import GROUP_BYTES, Packer
 from stowage.storage.disk.packing_rates import JUDGED_BYTES, PackingRates
 from stowage.storage.disk.write_queue import GROUPS_AHEAD, WriteQueue
 from stowage.storage.protocol import Transfer
 from tests.disk_client import aligned, numbers
+from tests.native import needs_native
 from tests.tier_client import NEVER_S, key
 
 MIB = 1 << 20
@@ -148,7 +148,7 @@ def test_what_takes_fewer_bytes_is_written_so_though_it_packed_worse_than_others
     assert all(packed) and len(tried) == len(packed), "0.86"
 
 
-@pytest.mark.skipif(not is_built(), reason="no compiled code")
+@needs_native
 def test_other_threads_pack_what_comes_next_and_it_stays_in_its_order() -> None:
     count, length = 12, 3 * MIB
     buffers = aligned([length] * count)
@@ -185,7 +185,7 @@ def test_other_threads_pack_what_comes_next_and_it_stays_in_its_order() -> None:
     assert written == [key(number) for number in range(count)] and not begun and len(stream.pop_finished()) == 3
 
 
-@pytest.mark.skipif(not is_built(), reason="no compiled code")
+@needs_native
 def test_no_more_is_packed_than_there_is_memory_for_and_all_of_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stowage.storage.disk.packing.MEMORY_BYTES", 2 * GROUP_BYTES)
     buffers = aligned([GROUP_BYTES] * 5)

@@ -16,9 +16,9 @@ from stowage.core.table import make_rows, make_slots, rows, slots
 from stowage.core.table.rows import EXTENT
 from stowage.native import extension, is_built
 from tests.flow_setup import keys
+from tests.native import needs_native
 
-built = pytest.mark.skipif(not is_built(), reason="the kernel was not built: no C compiler when it was installed")
-BOTH = ["Python", pytest.param("C", marks=built)]
+BOTH = ["Python", pytest.param("C", marks=needs_native)]
 MODULES: dict[str, Any] = {"Python": (rows.Rows, slots.Slots)}
 if is_built():
     MODULES["C"] = (extension.Rows, extension.Slots)
@@ -91,7 +91,7 @@ ONLY_IN_C: list[tuple[str, type[Exception] | tuple[type[Exception], ...], Callab
 ]
 
 
-@built
+@needs_native
 @pytest.mark.parametrize(("what", "error", "call"), ONLY_IN_C, ids=[what for what, _, _ in ONLY_IN_C])
 def test_what_no_caller_does_crashes_nothing(what: str, error: Any, call: Callable[[Any], object]) -> None:
     test_what_rows_refuse_changes_nothing("C", what, error, call)
@@ -132,7 +132,7 @@ def test_more_rows_than_a_block_of_them_has() -> None:
         table.check()
 
 
-@built
+@needs_native
 def test_keys_with_one_print_are_told_apart() -> None:
     """A print has 32 bits: of so many keys some ten pairs have one, and whoever has it is not who was asked for."""
     there, asked = 300_000, 600_000
@@ -152,7 +152,7 @@ def test_keys_with_one_print_are_told_apart() -> None:
     assert marked == names[there - 1 : there]
 
 
-@built
+@needs_native
 def test_others_run_during_a_large_batch_and_are_kept_out() -> None:
     """Without their owner's lock they are told so; nothing is damaged."""
     table = extension.Rows(8)
@@ -182,7 +182,7 @@ def test_others_run_during_a_large_batch_and_are_kept_out() -> None:
     assert told.is_set() and not odd
 
 
-@built
+@needs_native
 def test_rows_and_slots_are_made_of_sizes_in_range() -> None:
     kernel = extension
     for width in (-8, 0, 12, 1 << 20):
@@ -243,7 +243,7 @@ def test_slots_are_found_however_they_lie(kind: str, lie: list[int], asked: list
     assert found_slots.tolist() == [*expected, -1, slot_of[20]]
 
 
-@built
+@needs_native
 def test_slots_that_are_not_there_or_not_free_are_refused() -> None:
     table = extension.Slots(4)
     table.set(keys(1, 2), np.array([0, 3]))
@@ -320,7 +320,7 @@ print((resident() - before) / count)
 """
 
 
-@built
+@needs_native
 def test_a_chunk_takes_less_than_150_bytes_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STOWAGE_PURE_PYTHON", raising=False)
     answer = subprocess.run([sys.executable, "-c", MEASURE], check=True, capture_output=True, text=True).stdout

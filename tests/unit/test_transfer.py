@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from stowage.core.copy_plan import CopyPlan
 from stowage.core.geometry import Geometry, Group, IntArray, Kind, split_arena
-from stowage.native import is_built
 from stowage.transfer.cpu import PARALLEL_BYTES_MIN, CpuTransfer, copy_one_by_one, copy_runs
+from tests.native import needs_native
 from tests.threads import using_threads
 
 BLOCK_BYTES, PER_CHUNK, ROWS = 192, 4, 17
@@ -86,7 +86,7 @@ def memory(array: NDArray[np.uint8]) -> tuple[int, int]:
     return array.ctypes.data, array.nbytes
 
 
-@pytest.mark.skipif(not is_built(), reason="nothing could be compiled")
+@needs_native
 def test_there_is_a_kernel_and_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stowage.transfer.cpu.copy_one_by_one", None)
     source, target = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)

@@ -18,12 +18,13 @@ from stowage.executor import kernels
 from stowage.executor.int8_activations import ROUNDED_FROM, note_of
 from tests.answers import bits
 from tests.depth import mostly_rare
+from tests.native import needs_native
 from tests.weights import gguf_files
 from tests.weights.conftest import prompt
 from tests.weights.gguf_models import SIZE, model_of
 from tests.weights.test_gguf import KINDS, mixed
 
-pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="the kernels are not built")
+pytestmark = needs_native
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=1)
 ASKED = [prompt(length, length)[0].tolist() for length in (70, 3, 40, 33, 90, ROUNDED_FROM + 30)]
 

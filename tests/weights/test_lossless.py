@@ -18,15 +18,15 @@ import stowage
 from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from stowage.evaluation.pack import Packed, pack_lossless
 from stowage.models import loading
-from stowage.native import is_built
 from stowage.planner.headers import read_tensors
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.lossless import writer
 from stowage.weights.lossless.packed_tensor import FRAME_BYTES, METADATA, PackedTensor
 from tests.depth import mostly_rare
+from tests.native import needs_native
 from tests.weights.conftest import logits, prompt
 
-pytestmark = pytest.mark.skipif(not is_built(), reason="no compiled code")
+pytestmark = needs_native
 FAMILIES = ("llama", "qwen3_moe", "gpt_oss", "nemotron_h")
 RULES = ("*=stream", "last 1 of 2=prefetch,*[a-z].0=stream,*=mapped", "*.experts=experts,*=stream")
 

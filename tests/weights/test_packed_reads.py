@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 
 from stowage.core import read_buffers
 from stowage.errors import StorageError
-from stowage.native import is_built
 from stowage.weights import reader
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.lossless import writer
 from stowage.weights.lossless.packed_tensor import FRAME_BYTES, PackedTensor
 from stowage.weights.reader import Read, Readers
+from tests.native import needs_native
 
-pytestmark = pytest.mark.skipif(not is_built(), reason="no compiled code")
+pytestmark = needs_native
 NUMBERS = 1 << 20
 WAIT_S = 60.0
 

@@ -28,8 +28,8 @@ from stowage.weights.prefetcher import Prefetcher
 from stowage.weights.weight_unit import Delivery
 from tests.answers import bits
 from tests.depth import mostly_rare
-from tests.engine.conftest import needs_kernels
 from tests.engine.test_adapters import adapter_of
+from tests.native import needs_native
 from tests.weights import published_files
 from tests.weights.test_failures import flip
 from tests.weights.test_published import EXPERTS
@@ -107,7 +107,7 @@ def test_recorded_steps_give_the_bits_of_unrecorded_ones_and_of_weights_in_memor
     assert placed
 
 
-@needs_kernels
+@needs_native
 @pytest.mark.parametrize("name", mostly_rare(RECORDED, ["deepseek_v3-fp8", "qwen3_moe-nvfp4"]))
 def test_steps_of_experts_as_published_are_recorded(name: str, tmp_path: Path) -> None:
     family, method, quantiser = EXPERTS[name]
@@ -121,7 +121,7 @@ def test_steps_of_experts_as_published_are_recorded(name: str, tmp_path: Path) -
             assert steps is not None and not steps.why and steps.counters.replayed_steps > 8, budget
 
 
-@needs_kernels
+@needs_native
 def test_weights_lie_somewhere_else_in_each_step(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three units that take turns in two buffers: a program finds a weight where it is this time."""
     seen: dict[int, set[tuple[int, ...]]] = {}
@@ -140,7 +140,7 @@ def test_weights_lie_somewhere_else_in_each_step(copied: Path, monkeypatch: pyte
     assert max(map(len, seen.values())) > 1
 
 
-@needs_kernels
+@needs_native
 @pytest.mark.parametrize("rules", ["*=stream", "*=mapped"])
 def test_a_checkpoint_that_changes_ends_recorded_steps(
     rules: str, copied: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +167,7 @@ def test_a_checkpoint_that_changes_ends_recorded_steps(
         assert flips and engine.alive
 
 
-@needs_kernels
+@needs_native
 def test_steps_that_fail_in_the_middle_leave_the_others_right(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fails at a random unit fails requests of that step; whatever is answered is right."""
     chance, failing = random.Random(5), False
@@ -203,7 +203,7 @@ def test_steps_that_fail_in_the_middle_leave_the_others_right(copied: Path, monk
         engine.check()
 
 
-@needs_kernels
+@needs_native
 @pytest.mark.parametrize("ended", ["changed", "closed"])
 def test_recorded_prompts_of_mapped_weights_answer_from_no_others(ended: str, copied: Path) -> None:
     prompts, one = [[at, *range(20, 80)] for at in range(5, 15)], SamplingParams(max_new_tokens=1)
@@ -221,7 +221,7 @@ def test_recorded_prompts_of_mapped_weights_answer_from_no_others(ended: str, co
             engine.generate([list(range(30, 100))], one)
 
 
-@needs_kernels
+@needs_native
 @pytest.mark.parametrize("rules", ["*=stream", "*=mapped"])
 def test_weights_that_were_closed_are_computed_with_no_more(rules: str, copied: Path) -> None:
     with Engine(copied, Memory(**SIZES, weights=rules)) as engine:
@@ -234,7 +234,7 @@ def test_weights_that_were_closed_are_computed_with_no_more(rules: str, copied: 
     assert not steps.recorded, "an engine that was closed keeps no addresses"
 
 
-@needs_kernels
+@needs_native
 def test_copies_of_weights_are_right_while_steps_are_made(copied: Path, plain: Callable[..., Any]) -> None:
     """Another thread reads them between two steps: it waits for its turn."""
     whole = dict(plain("llama").named_parameters())
@@ -263,7 +263,7 @@ def test_copies_of_weights_are_right_while_steps_are_made(copied: Path, plain: C
         source.check()
 
 
-@needs_kernels
+@needs_native
 def test_hooks_of_others_keep_a_model_as_it_is_written(copied: Path) -> None:
     with Engine(copied, Memory(**SIZES, weights="*=stream")) as engine:
         called: list[int] = []
@@ -277,7 +277,7 @@ def test_hooks_of_others_keep_a_model_as_it_is_written(copied: Path) -> None:
 
 
 @pytest.mark.rare
-@needs_kernels
+@needs_native
 def test_adapters_and_their_base_answer_as_in_memory(copied: Path, tmp_path: Path) -> None:
     adapter = adapter_of(copied, tmp_path / "adapter", 3)
     said = []
@@ -309,7 +309,7 @@ def anew(engine: Engine) -> list[tuple[list[int], list[float]]]:
     return answers(engine)
 
 
-@needs_kernels
+@needs_native
 @pytest.mark.parametrize("name", mostly_rare(RECORDED, ["deepseek_v3-fp8", "qwen3_moe-nvfp4"]))
 def test_experts_and_latents_that_stay_are_parts_of_programs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

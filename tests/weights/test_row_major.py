@@ -18,12 +18,13 @@ from stowage.weights.quantized.blocks import BlockLinear, BlockMatrix
 from stowage.weights.quantized.formats import Spec, dequantized_by_torch
 from stowage.weights.quantized.row_major import by_outputs, rearrange
 from stowage.weights.quantized.stacks import BlockStack, stackings
+from tests.native import needs_native
 from tests.weights import published_files as files
 from tests.weights.conftest import assert_same_answers, logits, prompt
 from tests.weights.test_published import words
 
 extension: Any = _extension
-pytestmark = pytest.mark.skipif(extension is None, reason="kernels are not built here")
+pytestmark = needs_native
 
 
 def random_parts(spec: Spec, seed: int) -> dict[str, Tensor]:

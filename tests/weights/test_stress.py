@@ -27,7 +27,7 @@ import stowage
 from stowage.executor.determinism.row_invariance import mode_of
 from stowage.executor.replay.calls.backend import recorded_steps
 from tests.depth import few_or_all
-from tests.engine.conftest import needs_kernels
+from tests.native import needs_native
 from tests.weights.conftest import expectations, logits, run, steps_of
 
 FORWARDS = int(os.environ.get("STOWAGE_TEST_FORWARDS", few_or_all("200", "400")))
@@ -175,7 +175,7 @@ def assert_right(stress: Stress, family: str, before: set[threading.Thread]) -> 
     assert set(threading.enumerate()) <= before, "a thread was left over"
 
 
-@needs_kernels
+@needs_native
 @pytest.mark.usefixtures("unraised")
 def test_interrupts_at_any_moment_of_recorded_steps(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:
     """Steps that are made from lists of calls, by threads of which each has its own lists of the same model."""
