@@ -258,6 +258,21 @@ def test_text_with_characters_of_several_tokens(engines):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_special_tokens_are_shown_but_for_the_one_that_ends_an_answer(engines):
+    engine = engines("llama")
+    tokenizer, (prompt,) = engine.tokenizer, [random_prompt(20)]
+    letter, end = tokenizer("a", add_special_tokens=False)["input_ids"][-1], min(engine._eos)
+
+    def answered(token, **more):
+        params = SamplingParams(max_new_tokens=3, logit_bias={token: 100}, skip_special_tokens=False, **more)
+        return engine.generate([prompt], params)[0].text
+
+    name = tokenizer.convert_ids_to_tokens(end)
+    assert answered(end) == "" and answered(end, ignore_eos=True) == 3 * name
+    assert answered(end, ignore_eos=True, stop_token_ids=(end,)) == ""
+    assert answered(letter, stop_token_ids=(letter,)) == "a"  # as where special tokens are left out
+
+
 @pytest.mark.parametrize("silent", [None, frozenset[int]()])
 def test_text_is_what_the_tokenizer_decodes(engines, silent):
     """It is asked of the tokenizer's backend, but not where a class decodes in another way."""

@@ -185,6 +185,31 @@ def test_logprobs_of_a_completion(client: openai.OpenAI, engine: Engine, tokeniz
             assert token.startswith("bytes:") or found.choices[0].text[offset:].startswith(("\ufffd", token))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_beside_special_tokens(stream, client: openai.OpenAI, tokenizer) -> None:
+    """Where a text has their names, in the prompt or in the answer, they count; else they do not."""
+    user, (letter,) = tokenizer.convert_tokens_to_ids("<user>"), tokenizer("a", add_special_tokens=False)["input_ids"]
+    asked = {"model": "tiny", "max_tokens": 3, "logprobs": 1, "echo": True, "temperature": 0, "stream": stream}
+    text = "ab<user>c"
+    for shows, prompt, written in (
+        (True, text, "ab<user>c<user><user><user>"), (False, text, text),
+        (False, tokenizer(text)["input_ids"], "abc"), (True, [letter], "a<user><user><user>"),
+    ):  # fmt: skip
+        more = {"logit_bias": {str(user): 100}, "extra_body": {"ignore_eos": True, "skip_special_tokens": not shows}}
+        found = client.completions.create(prompt=prompt, **asked, **more)
+        choices = [part.choices[0] for part in found] if stream else found.choices
+        assert "".join(choice.text for choice in choices) == written
+        names = [name for choice in choices for name in choice.logprobs.tokens]
+        offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+        assert names[-3:] == ["<user>"] * 3
+        left = written
+        for name, offset in reversed(list(zip(names, offsets, strict=True))):
+            is_there = left.endswith(name) and (name != "<user>" or offset < len(left))
+            assert offset == len(left) - len(name) * is_there
+            left = left[:offset]
+        assert not left
+
+
 def test_logprobs_of_a_chat(client: openai.OpenAI, engine: Engine) -> None:
     messages = [{"role": "user", "content": DOCUMENT}]
     (expected,) = engine.generate([messages], greedy(12, logprobs=4))

@@ -1,7 +1,7 @@
 """What a token says by itself, for each way in which tokenizers spell."""
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from stowage.server.vocabulary import Vocabulary
@@ -47,6 +47,14 @@ def test_tokens_that_are_no_text() -> None:
     assert words.text_of(1) == "<bos>" and words.shown(1) == b""
     assert words.text_of(99_999) == "token_id:99999"
     assert Vocabulary(None).text_of(5) == "token_id:5" and Vocabulary(None).shown(5) == b""
+
+
+def test_a_special_token_without_a_role_is_not_shown() -> None:
+    tokenizer = tiny_models.tokenizer(512)
+    tokenizer.add_tokens([AddedToken("<file_sep>", special=True)])
+    words, token = Vocabulary(tokenizer), tokenizer.convert_tokens_to_ids("<file_sep>")
+    assert words.text_of(token) == "<file_sep>" and words.shown(token) == b""
+    assert words.shown(token, special=True) == b"<file_sep>"
 
 
 def test_pieces_that_only_look_like_bytes() -> None:

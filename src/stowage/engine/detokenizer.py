@@ -134,9 +134,12 @@ class Detokenizer:
 
 
 def detokenizer(tokenizer: Any, prompt: Sequence[int], params: SamplingParams, eos: frozenset[int]) -> Detokenizer:
-    """The text of a request's answer; ``eos``: tokens that end one."""
-    silent = None if params.skip_special_tokens else eos.union(params.stop_token_ids)
-    if silent is None and params.kept_special_tokens and tokenizer is not None:
+    """The text of a request's answer; ``eos``: tokens that end one, unless the request ignores them."""
+    silent = None
+    if not params.skip_special_tokens and tokenizer is not None:
+        silent = special_tokens(tokenizer).intersection(params.stop_token_ids)
+        silent |= frozenset() if params.ignore_eos else eos
+    elif params.kept_special_tokens and tokenizer is not None:
         silent = special_tokens(tokenizer).difference(params.kept_special_tokens) | eos
     return Detokenizer(tokenizer, prompt, params.stop, params.min_tokens, silent)
 

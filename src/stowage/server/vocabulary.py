@@ -9,6 +9,8 @@ import json
 import re
 from typing import Any, Final
 
+from stowage.engine.detokenizer import special_tokens
+
 _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK: Final = "\u2581"
 
@@ -18,7 +20,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids) if tokenizer is not None else frozenset()
+        self._special = special_tokens(tokenizer) if tokenizer is not None else frozenset()
         self._decoders = _decoders(tokenizer)
         self._known: dict[int, bytes] = {}
 
@@ -43,9 +45,10 @@ class Vocabulary:
             return 0
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def shown(self, token: int) -> bytes:
-        """The bytes that the token adds to an answer; empty for special tokens."""
-        return b"" if self._tokenizer is None or token in self._special else self.bytes_of(token)
+    def shown(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes that the token adds to a text, which has `special` tokens or leaves them out."""
+        left_out = self._tokenizer is None or (token in self._special and not special)
+        return b"" if left_out else self.bytes_of(token)
 
     def _find(self, token: int) -> bytes:
         piece = self._tokenizer.convert_ids_to_tokens(token) if self._tokenizer is not None else None

@@ -119,21 +119,25 @@ class TextAnswer(OpenAIAnswer):
         prompt = self.request.prompts[choice // self.request.n]
         offset = self._offsets.setdefault(choice, _Offset())
         listed: list[tuple[int, TokenLogprob | None]] = []
+        offsets: list[int] = []
         if first and self.request.echo:
             text = prompt.text + text
             if scores:
                 listed = list(zip(prompt.tokens, scores, strict=True))
+                offsets = [offset.within(prompt.text, token, self._vocabulary) for token in prompt.tokens]
         listed += [(report.token_id, report) for report in reports]
-        logprobs = None if self.request.logprobs is None else self._logprobs(offset, listed)
+        special = not self.request.params.skip_special_tokens
+        offsets += [offset.then(self._vocabulary.shown(report.token_id, special=special)) for report in reports]
+        logprobs = None if self.request.logprobs is None else self._logprobs(offsets, listed)
         return {"text": text, "logprobs": logprobs, "finish_reason": self._reason(completion)}
 
-    def _logprobs(self, offset: _Offset, listed: list[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
+    def _logprobs(self, offsets: list[int], listed: list[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
         words = self._vocabulary
         return {
             "tokens": [words.text_of(token) for token, _ in listed],
             "token_logprobs": [None if report is None else number(report.logprob) for _, report in listed],
             "top_logprobs": [None if report is None else self._top(report) for _, report in listed],
-            "text_offset": [offset.then(words.shown(token)) for token, _ in listed],
+            "text_offset": offsets,
         }
 
     def _top(self, report: TokenLogprob) -> dict[str, float]:
@@ -151,6 +155,11 @@ class _Offset:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._characters = 0
+
+    def within(self, text: str, token: int, words: Vocabulary) -> int:
+        """`then` for a token of `text`, which has a special token only where it was written."""
+        written = text.startswith(words.text_of(token), self._characters)
+        return self.then(words.shown(token, special=written))
 
     def then(self, shown: bytes) -> int:
         """The offset at which a token begins that adds these bytes."""
