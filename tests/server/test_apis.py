@@ -10,6 +10,15 @@ import httpx
 import openai
 import pytest
 
+from stowage.engine.request import Completion, Delta
+from stowage.engine.sampling_params import SamplingParams
+from stowage.server.apis.answer import Answer
+from stowage.server.apis.generation_request import GenerationRequest, Prompt
+from stowage.server.apis.messages import MessageAnswer
+from stowage.server.apis.response_events import ResponseAnswer
+from stowage.server.tools.formats import FORMATS
+from stowage.server.tools.parser import OutputSyntax
+from stowage.server.vocabulary import Vocabulary
 from tests.server.process import Server
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -186,6 +195,35 @@ def test_a_schema_in_messages(client: openai.OpenAI, server: Server) -> None:
         assert json.loads(answer["content"][0]["text"])["city"] in ("Rome", "Oslo")
         found = events(claude(server, **options, stream=True).text)
         assert "".join(told["delta"]["text"] for name, told in found if name == "content_block_delta") == expected
+
+
+@pytest.mark.parametrize("api", [MessageAnswer, ResponseAnswer])
+def test_what_is_said_around_calls_stays_where_it_was_said(api: type[Answer]) -> None:
+    """Text and calls come in the model's order, as a stream and whole."""
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    syntax = OutputSyntax(FORMATS["hermes"], thinks=True, schemas={"weather": CITY})
+    request = GenerationRequest("m", (Prompt([1], "", 9),), 1, SamplingParams(), "", False, False, syntax=syntax)
+    pieces = ["<think>Hm.</think>First ", call[:30], call[30:], " and then ", call + " that is all"]
+    done = Completion("".join(pieces), [5] * 9, "stop", 1, {}, 0.0, 0.0)
+    whole, streamed = api(request, Vocabulary(None)), api(request, Vocabulary(None))
+    whole.ended(0, done)
+    found = whole.whole({})
+    for piece in pieces[:-1]:
+        streamed.events(0, Delta(piece, [5]), ())
+    last = streamed.events(0, Delta(pieces[-1], [5], done), ())
+    streamed.ended(0, done)
+    closed = [*last, *streamed.closing()]
+    if api is MessageAnswer:
+        parts = [block.get("text", block["type"]) for block in found["content"]]
+        assert parts == ["thinking", "First ", "tool_use", " and then ", "tool_use", " that is all"]
+        assert found["content"][2]["input"] == {"city": "Rome"} and found["stop_reason"] == "tool_use"
+        assert [told["index"] for name, told in closed if name == "content_block_stop"][-1] == 5
+    else:
+        items = [item.get("content", [{"text": item["type"]}])[0]["text"] for item in found["output"]]
+        assert items == ["Hm.", "First ", "function_call", " and then ", "function_call", " that is all"]
+        told = closed[-1][1]["response"]["output"]
+        unnamed = [[item | {"id": 0, "call_id": 0} for item in output] for output in (found["output"], told)]
+        assert unnamed[0] == unnamed[1]
 
 
 USER = [{"role": "user", "content": "x"}]

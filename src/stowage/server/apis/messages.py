@@ -178,13 +178,14 @@ class MessageAnswer(Answer):
         self._id = "msg_" + secrets.token_hex(12)
         self._parsers = ChoiceParsers(request, "toolu_")
         self._open: str = ""
-        self._blocks = 0
+        self._blocks: list[dict[str, Any]] = []
+        """Those that have begun; of a call, `input` is text."""
 
     def whole(self, scores: Mapping[int, Scores]) -> dict[str, Any]:
         completion = self._ended[0]
-        spoken = self._parsers.whole(0, completion)
-        content = _content(spoken, is_cut=completion.finish_reason == "length")
-        return self._frame(content) | self._ending(completion, spoken) | {"usage": self._usage()}
+        self.events(0, Delta(completion.text, [], completion), ())
+        content = _content(self._blocks, is_cut=completion.finish_reason == "length")
+        return self._frame(content) | self._ending(completion, self._parsers.spoken(0)) | {"usage": self._usage()}
 
     def opening(self) -> list[Event]:
         usage = {"input_tokens": self.request.prompt_tokens, "output_tokens": 0}
@@ -201,13 +202,13 @@ class MessageAnswer(Answer):
                 calls += 1
                 found += self._begin("call", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
             elif part.kind == "arguments":
-                found.append(self._delta({"type": "input_json_delta", "partial_json": part.text}))
+                found.append(self._delta("input", "input_json_delta", "partial_json", part.text))
             elif part.kind == "reasoning":
                 found += self._begin("thought", {"type": "thinking", "thinking": "", "signature": ""})
-                found.append(self._delta({"type": "thinking_delta", "thinking": part.text}))
+                found.append(self._delta("thinking", "thinking_delta", "thinking", part.text))
             else:
                 found += self._begin("text", {"type": "text", "text": ""})
-                found.append(self._delta({"type": "text_delta", "text": part.text}))
+                found.append(self._delta("text", "text_delta", "text", part.text))
         return found
 
     def closing(self) -> list[Event]:
@@ -223,17 +224,19 @@ class MessageAnswer(Answer):
             return []
         ended = self._end()
         self._open = kind
-        return [*ended, _event("content_block_start", index=self._blocks, content_block=block)]
+        self._blocks.append(block | ({"input": ""} if kind == "call" else {}))
+        return [*ended, _event("content_block_start", index=len(self._blocks) - 1, content_block=block)]
 
-    def _delta(self, delta: dict[str, Any]) -> Event:
-        return _event("content_block_delta", index=self._blocks, delta=delta)
+    def _delta(self, field: str, kind: str, name: str, text: str) -> Event:
+        """More of the open block's `field`, as a delta of the type `kind` has it under `name`."""
+        self._blocks[-1][field] += text
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, name: text})
 
     def _end(self) -> list[Event]:
         if not self._open:
             return []
         self._open = ""
-        self._blocks += 1
-        return [_event("content_block_stop", index=self._blocks - 1)]
+        return [_event("content_block_stop", index=len(self._blocks) - 1)]
 
     def _frame(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self.request.model, "content": content}
@@ -256,25 +259,24 @@ class MessageAnswer(Answer):
         }
 
 
-def _content(spoken: ParsedOutput, *, is_cut: bool) -> list[dict[str, Any]]:
+def _content(blocks: list[dict[str, Any]], *, is_cut: bool) -> list[dict[str, Any]]:
     """Content blocks. A call whose arguments are no JSON object is text, since it was not enforced; in an answer that
     was cut off it is a block without input, as clients look for it there (Anthropic, "Handling stop reasons").
     """
     found: list[dict[str, Any]] = []
-    if spoken.reasoning:
-        found.append({"type": "thinking", "thinking": spoken.reasoning, "signature": ""})
-    if spoken.content or not (spoken.calls or spoken.reasoning):
-        found.append({"type": "text", "text": spoken.content})
-    for call in spoken.calls:
+    for block in blocks:
+        if block["type"] != "tool_use":
+            found.append(block)
+            continue
         try:
-            given = json.loads(call.arguments)
+            given = json.loads(block["input"])
         except (ValueError, RecursionError):
-            given = {} if is_cut and call is spoken.calls[-1] else None
+            given = {} if is_cut and block is blocks[-1] else None
         if isinstance(given, dict):
-            found.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+            found.append(block | {"input": given})
         else:
-            found.append({"type": "text", "text": f"{call.name}({call.arguments}"})
-    return found
+            found.append({"type": "text", "text": f"{block['name']}({block['input']}"})
+    return found or [{"type": "text", "text": ""}]
 
 
 def _event(name: str, **told: Any) -> Event:

@@ -13,7 +13,7 @@ from stowage.engine.request import Completion, Delta
 from stowage.server.api_errors import ApiError
 from stowage.server.apis.answer import Answer, Event, Scores
 from stowage.server.apis.generation_request import GenerationRequest
-from stowage.server.apis.parsed_output import Call, ChoiceParsers, ParsedOutput
+from stowage.server.apis.parsed_output import Call, ChoiceParsers
 from stowage.server.vocabulary import Vocabulary
 
 _DEFAULTS: Final[dict[str, Any]] = {
@@ -25,7 +25,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 
 class ResponseAnswer(Answer):
-    """One choice, as items: reasoning, a message, function calls."""
+    """One choice, as items: reasoning, messages and function calls, in the order in which the model wrote them."""
 
     def __init__(self, request: GenerationRequest, vocabulary: Vocabulary, *, exact: bool = True) -> None:
         super().__init__(request, vocabulary, exact=exact)
@@ -38,7 +38,9 @@ class ResponseAnswer(Answer):
 
     def whole(self, scores: Mapping[int, Scores]) -> dict[str, Any]:
         completion = self._ended[0]
-        return self._response(_output(self._parsers.whole(0, completion)), completion)
+        self.events(0, Delta(completion.text, [], completion), ())
+        response: dict[str, Any] = self.closing()[-1][1]["response"]
+        return response
 
     def opening(self) -> list[Event]:
         begun = self._response([], None)
@@ -49,21 +51,21 @@ class ResponseAnswer(Answer):
         calls = len(spoken.calls)
         for part in self._parsers.push(0, delta):
             if part.kind == "call":
-                found += self._begin("call", _called(spoken.calls[calls], "in_progress", whole=False))
+                found += self._begin("call", _called(spoken.calls[calls]))
                 calls += 1
             elif part.kind == "arguments":
                 found.append(self._delta("response.function_call_arguments.delta", part.text))
             elif part.kind == "reasoning":
-                found += self._begin("thought", _thought("", "in_progress"))
+                found += self._begin("thought", _thought())
                 found.append(self._delta("response.reasoning_text.delta", part.text, content_index=0))
             else:
-                found += self._begin("text", _message("", "in_progress"))
+                found += self._begin("text", _message())
                 found.append(self._delta("response.output_text.delta", part.text, content_index=0, logprobs=[]))
         return found
 
     def closing(self) -> list[Event]:
         completion = self._ended[0]
-        ended = [] if self._items or self._open else self._begin("text", _message("", "in_progress"))
+        ended = [] if self._items or self._open else self._begin("text", _message())
         ended += self._end()
         response = self._response(self._items, completion)
         return [*ended, self._event(f"response.{response['status']}", response=response)]
@@ -149,34 +151,20 @@ class ResponseAnswer(Answer):
         }
 
 
-def _output(spoken: ParsedOutput) -> list[dict[str, Any]]:
-    found = [_thought(spoken.reasoning, "completed")] if spoken.reasoning else []
-    if spoken.content or not (spoken.calls or spoken.reasoning):
-        found.append(_message(spoken.content, "completed"))
-    return found + [_called(call, "completed", whole=True) for call in spoken.calls]
-
-
-def _message(text: str, status: str) -> dict[str, Any]:
+def _message() -> dict[str, Any]:
     identity = "msg_" + secrets.token_hex(16)
-    return {"id": identity, "type": "message", "status": status, "role": "assistant", "content": [_said(text)]}
+    return {"id": identity, "type": "message", "status": "in_progress", "role": "assistant", "content": [_said("")]}
 
 
 def _said(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _thought(text: str, status: str) -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": text}]
-    return {
-        "id": "rs_" + secrets.token_hex(16),
-        "type": "reasoning",
-        "summary": [],
-        "content": content,
-        "status": status,
-    }
+def _thought() -> dict[str, Any]:
+    identity, content = "rs_" + secrets.token_hex(16), [{"type": "reasoning_text", "text": ""}]
+    return {"id": identity, "type": "reasoning", "summary": [], "content": content, "status": "in_progress"}
 
 
-def _called(call: Call, status: str, *, whole: bool) -> dict[str, Any]:
-    arguments = call.arguments if whole else ""
-    named = {"call_id": call.id, "name": call.name, "arguments": arguments, "status": status}
+def _called(call: Call) -> dict[str, Any]:
+    named = {"call_id": call.id, "name": call.name, "arguments": "", "status": "in_progress"}
     return {"id": "fc_" + secrets.token_hex(16), "type": "function_call"} | named
