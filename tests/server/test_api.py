@@ -210,6 +210,16 @@ def test_offsets_beside_special_tokens(stream, client: openai.OpenAI, tokenizer)
         assert not left
 
 
+def test_offsets_behind_half_a_character(client: openai.OpenAI, tokenizer) -> None:
+    prompt = tokenizer("né", add_special_tokens=False)["input_ids"][:-1] + tokenizer("ab")["input_ids"]
+    (choice,) = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=0, echo=True, logprobs=1, temperature=0
+    ).choices
+    offsets = dict(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
+    assert choice.text == "n\ufffdab"
+    assert offsets == {"n": 0, "bytes:\\xc3": 1, "a": 2, "b": 3} | ({"<bos>": 2} if "<bos>" in offsets else {})
+
+
 def test_logprobs_of_a_chat(client: openai.OpenAI, engine: Engine) -> None:
     messages = [{"role": "user", "content": DOCUMENT}]
     (expected,) = engine.generate([messages], greedy(12, logprobs=4))

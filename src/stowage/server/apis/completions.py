@@ -163,6 +163,8 @@ class _Offset:
 
     def then(self, shown: bytes) -> int:
         """The offset at which a token begins that adds these bytes."""
+        if shown and not 0x80 <= shown[0] < 0xC0:  # what was half a character before it stays half
+            self._characters += len(self._decoder.decode(b"", final=True))
         begin = self._characters
         self._characters += len(self._decoder.decode(shown))
         return begin
