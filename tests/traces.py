@@ -3,12 +3,15 @@
 import json
 import random
 from pathlib import Path
+from typing import Final
 
 from stowage.simulator.trace import Trace, read_trace
 
+BLOCK_TOKENS: Final = 16
+
 
 def conversations(
-    prompts: int, seed: int = 0, *, block_tokens: int = 16, people: int = 12, gap_ms: int = 1000, longest: int = 30
+    prompts: int, seed: int = 0, *, people: int = 12, gap_ms: int = 1000, longest: int = 30
 ) -> list[dict[str, object]]:
     """Lines of a trace. Everybody's first block is the same; a conversation goes on from its last prompt, or is a new
     one.
@@ -22,9 +25,9 @@ def conversations(
         if len(histories[person]) > longest - 6 or chance.random() < 0.1:
             histories[person] = [0]
         histories[person] += [next(ids) for _ in range(chance.randint(1, 6))]
-        rest = chance.randint(0, block_tokens - 1)
+        rest = chance.randint(0, BLOCK_TOKENS - 1)
         blocks = [*histories[person], *([next(ids)] if rest else [])]
-        length = len(histories[person]) * block_tokens + rest
+        length = len(histories[person]) * BLOCK_TOKENS + rest
         lines.append({"timestamp": number * gap_ms, "input_length": length, "output_length": 1, "hash_ids": blocks})
     return lines
 
@@ -34,5 +37,5 @@ def write(path: Path, lines: list[dict[str, object]]) -> Path:
     return path
 
 
-def trace(path: Path, lines: list[dict[str, object]], block_tokens: int = 16) -> Trace:
-    return read_trace(write(path, lines), block_tokens)
+def trace(path: Path, lines: list[dict[str, object]]) -> Trace:
+    return read_trace(write(path, lines), BLOCK_TOKENS)

@@ -50,12 +50,11 @@ def put_in_trailer(it: Surgery, field: int, value: int) -> None:
     it.data[-PAGE_BYTES + field : -PAGE_BYTES + field + 8] = U64.pack(value)
 
 
-def put_in_batch(it: Surgery, field: int, raw: bytes, *, torn: bool = True) -> None:
-    """Changes the batch's page; torn: there is no footer that could say it better."""
+def put_in_batch(it: Surgery, field: int, raw: bytes) -> None:
+    """Changes the batch's page, and removes the footer, which could say it better."""
     it.data[PAGE_BYTES + field : PAGE_BYTES + field + len(raw)] = raw
-    if torn:
-        del it.data[it.footer :]
-        it.data += bytes(4 * PAGE_BYTES)
+    del it.data[it.footer :]
+    it.data += bytes(4 * PAGE_BYTES)
     reseal(it.data, PAGE_BYTES)
     it.save(seal=False)
 

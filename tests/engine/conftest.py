@@ -163,9 +163,9 @@ def check_and_close(opened: list[Engine]) -> None:
             made.close()
 
 
-def random_prompt(length: int, seed: int = 0, vocab: int = 512) -> list[int]:
+def random_prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(5, vocab, (length,), generator=generator).tolist()
+    return torch.randint(5, 512, (length,), generator=generator).tolist()
 
 
 def greedy(new_tokens: int) -> SamplingParams:

@@ -47,13 +47,13 @@ def rows_of(count: int) -> Tensor:
 
 
 @torch.inference_mode()
-def recording(function: Function, rows: tuple[int, ...] = ROWS) -> RecordedRows:
+def recording(function: Function) -> RecordedRows:
     plans, arena = [], Arena()
-    for count in rows:
+    for count in ROWS:
         x = rows_of(count)
         _, step = recorded(partial(function, x), (x,), (), (WEIGHT, TABLE), EXACT)
         plans.append(planned(step, arena, any_rows=True))
-    return for_any_rows(plans, rows)
+    return for_any_rows(plans, ROWS)
 
 
 @torch.inference_mode()

@@ -36,11 +36,11 @@ class Own(nn.Module):
         return self._step(self, x)
 
 
-def step_of(model: Own, x: Tensor, forward: Callable[[], Tensor] | None = None, gathered: bool = False) -> ModelStep:
+def step_of(model: Own, x: Tensor) -> ModelStep:
     """A step with the model's one state."""
     view, rows = model.state[None], torch.tensor([0])
     bound = lambda: nullcontext([model.state])  # noqa: E731
-    return ModelStep((x,), forward or (lambda: model(x)), bound, lambda: [StateRows(view, rows)], gathered)
+    return ModelStep((x,), lambda: model(x), bound, lambda: [StateRows(view, rows)], False)
 
 
 def run(steps: RecordedSteps, model: Own, x: Tensor, mode: RowInvariance | None = None) -> Tensor:
@@ -62,8 +62,8 @@ def steps_of(model: Own, count: int = 6) -> tuple[list[Tensor], RecordedSteps]:
     return found, steps
 
 
-def expected(model: Own, count: int = 6) -> list[Tensor]:
-    return [model(torch.tensor([float(at), -1.0, 2.0 - at])).clone() for at in range(count)]
+def expected(model: Own) -> list[Tensor]:
+    return [model(torch.tensor([float(at), -1.0, 2.0 - at])).clone() for at in range(6)]
 
 
 def _grows(self: Any, x: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from stowage.storage.disk.tier import OWN_BYTES
 from stowage.storage.protocol import Outcome, Transfer
 from tests import traces
 from tests.depth import mostly_rare
+from tests.traces import BLOCK_TOKENS
 
-BLOCK_TOKENS = 16
 CHUNK_BYTES = 16 << 10  # of the tiny Llama
 ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)
 FAST = Link(1e12, 1e12, 0.0)
@@ -68,7 +68,7 @@ def test_the_engine_reuses_what_was_simulated(policy, host_chunks, disk_bytes, s
         prefill_tokens_per_s=10.0,
         disk=FAST,
     )
-    trace = traces.trace(tmp_path / "trace", lines, BLOCK_TOKENS)
+    trace = traces.trace(tmp_path / "trace", lines)
     (report,) = [report for part in parts_of(trace, of) for report in replay(trace, of, part)]
     simulated = {name: report.reused[tier].tolist() for tier, name in enumerate(of.tier_names)}
     assert simulated == {name: reused[name] for name in of.tier_names}
@@ -214,7 +214,7 @@ def test_what_is_computed_while_it_is_loaded(rate, checkpoints, tmp_path, monkey
             engine.drop_device_cache()
         overlapped = engine.stats()["engine"]["overlapped_loads"]
         engine.check()
-    trace = traces.trace(tmp_path / "trace", lines, BLOCK_TOKENS)
+    trace = traces.trace(tmp_path / "trace", lines)
     (report,) = [report for part in parts_of(trace, of) for report in replay(trace, of, part)]
     assert {name: report.reused[tier].tolist() for tier, name in enumerate(of.tier_names)} == reused
     assert report.ttft_s.tolist() == pytest.approx(ttft_s, abs=1e-6)

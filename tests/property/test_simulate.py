@@ -31,8 +31,8 @@ from stowage.storage.format.segment import BATCH_CHUNKS_MAX, ENTRIES_MAX, footer
 from tests import traces
 from tests.depth import mostly_rare
 from tests.disk_client import Client, aligned, used_bytes
+from tests.traces import BLOCK_TOKENS
 
-BLOCK_TOKENS = 16
 CHUNK_BYTES = 4096
 TOKEN_BYTES = CHUNK_BYTES // BLOCK_TOKENS
 SLOW = 100.0

@@ -36,11 +36,11 @@ class Attackers:
     removed now and then, if any.
     """
 
-    def __init__(self, url: str, model: str, cache: Path | None = None, seed: int = 1) -> None:
+    def __init__(self, url: str, model: str, cache: Path | None) -> None:
         self.told: Counter[tuple[str, int]] = Counter()
         self._url, self._model, self._cache = url, model, cache
         self._host, self._port = url.removeprefix("http://").split(":")
-        self._random = random.Random(seed)
+        self._random = random.Random(1)
         text = "".join(self._random.choices("abcdefgh ijkl", k=_LARGE_BYTES))
         self._large = json.dumps({"model": model, "prompt": text}).encode()
         self._tokens = json.dumps({"model": model, "prompt": [5] * (_LARGE_BYTES // 3)}).encode()

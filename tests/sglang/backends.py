@@ -48,8 +48,8 @@ def hashes(count: int, seed: int = 0) -> list[str]:
     return [chance.randbytes(32).hex() for _ in range(count)]
 
 
-def indices(pages: int, first: int = 0, page: int = PAGE) -> torch.Tensor:
-    return torch.arange(first * page, (first + pages) * page)
+def indices(pages: int, first: int = 0) -> torch.Tensor:
+    return torch.arange(first * PAGE, (first + pages) * PAGE)
 
 
 def backends(tmp_path: Path) -> Iterator[Make]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stowage.core.copy_plan import CopyPlan
-from stowage.core.geometry import Geometry, Group, Kind, SlabClass, split_arena
+from stowage.core.geometry import Geometry, Group, Kind, split_arena
 from stowage.errors import TransferError
 from stowage.transfer import staged
 from stowage.transfer.cpu import CpuTransfer
@@ -24,8 +24,8 @@ GROUPS = (
 SLABS = split_arena(Geometry(GROUPS), 1 << 20)
 
 
-def arena_of(slabs: tuple[SlabClass, ...] = SLABS) -> np.ndarray:
-    return np.full(max(slab.end_bytes for slab in slabs), 7, dtype=np.uint8)
+def arena_of() -> np.ndarray:
+    return np.full(max(slab.end_bytes for slab in SLABS), 7, dtype=np.uint8)
 
 
 def plan_of(rows: list[int], places: list[tuple[int, int]]) -> CopyPlan:

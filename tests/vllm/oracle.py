@@ -118,8 +118,8 @@ class Engine:
             raise EngineError(f"{told['error']}\n{told['trace']}")
         return told["answer"]
 
-    def log_tail(self, characters: int = 4000) -> str:
-        return self.log.read_text(errors="replace")[-characters:] if self.log.exists() else ""
+    def log_tail(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
 
     # Requests
 

@@ -93,11 +93,11 @@ def prompt(length: int = 20, seed: int = 0) -> Tensor:
     return torch.randint(5, 500, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-def answers_of(source: Path, weights: str = "auto", dtype: str = "bfloat16", **memory: Any) -> list[Any]:
+def answers_of(source: Path, weights: str = "auto", **memory: Any) -> list[Any]:
     """The bits of three answers, given together by an engine on the checkpoint ``source``."""
     asked = [prompt(length, length)[0].tolist() for length in (70, 3, 40)]
     given = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "weights": weights, **memory}
-    with stowage.Engine(source, stowage.Memory(**given), dtype=dtype) as engine:
+    with stowage.Engine(source, stowage.Memory(**given), dtype="bfloat16") as engine:
         return bits(engine.generate(asked, GREEDY))
 
 

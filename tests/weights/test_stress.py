@@ -89,11 +89,10 @@ class Stress:
         compute: Callable[[], Callable[[Tensor], Tensor]],
         wanted: list[Any],
         interrupter: Interrupter,
-        forwards: int = FORWARDS,
     ) -> None:
         self.compute, self.wanted, self.interrupter = compute, wanted, interrupter
         self.counts, self.wrong = Counter[str](), list[object]()
-        self._left = iter(range(forwards))
+        self._left = iter(range(FORWARDS))
         self._lock = threading.Lock()
 
     def job(self, seed: int) -> None:

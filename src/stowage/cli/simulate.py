@@ -40,8 +40,8 @@ _FLAGS = {name: flag_of(_RENAMED.get(name, name)) for name in (*_RENAMED, *_SAME
 """How the numbers of a scenario are called here."""
 
 
-def _size(metavar: str, about: str, panel: str = "Tiers of each node") -> Any:
-    return typer.Option(metavar=metavar, help=about, rich_help_panel=panel)
+def _size(metavar: str, about: str) -> Any:
+    return typer.Option(metavar=metavar, help=about, rich_help_panel="Tiers of each node")
 
 
 def simulate(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from stowage import __version__
@@ -51,13 +51,10 @@ class Monitor:
     it began.
     """
 
-    def __init__(
-        self, async_engine: AsyncEngine, metrics: ServerMetrics, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, async_engine: AsyncEngine, metrics: ServerMetrics) -> None:
         self._async_engine = async_engine
         self._metrics = metrics
-        self._clock = clock
-        self._began_s = clock()
+        self._began_s = time.monotonic()
         self._started_at = time.time()
         self.request_history = RequestHistory(self._began_s)
         self.history = History(dashboard_state.sample_names(async_engine.engine))
@@ -123,4 +120,4 @@ class Monitor:
             self._seen = self._now_s(), looking.result()
 
     def _now_s(self) -> float:
-        return self._clock() - self._began_s
+        return time.monotonic() - self._began_s

@@ -85,8 +85,8 @@ class ForwardLock:
     not, it is refused. ``timeout_s``: the longest wait for one other forward.
     """
 
-    def __init__(self, waits: bool = True, timeout_s: float = LOCK_TIMEOUT_S) -> None:
-        self.waits, self._timeout_s = waits, timeout_s
+    def __init__(self, timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        self.waits, self._timeout_s = True, timeout_s
         self._line: deque[Claim] = deque()
 
     def held(self) -> Claim | None:

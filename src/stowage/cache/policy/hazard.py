@@ -67,16 +67,14 @@ def class_of(uses: IntArray, gaps: IntArray) -> IntArray:
     return levels * SPANS + spans
 
 
-def best_rate(hazard: Floats, widths: Floats = _WIDTHS) -> Floats:
-    """Per class (a row) and age: the most uses per unit of time, over all later ages at which to give up. `widths`: how
-    long each age lasts.
-    """
+def best_rate(hazard: Floats) -> Floats:
+    """Per class (a row) and age: the most uses per unit of time, over all later ages at which to give up."""
     # Transposed. In every round each age looks one bucket further ahead, as far as there are buckets.
     ahead = np.ascontiguousarray(hazard.T)
-    spent = widths[:, np.newaxis] * (1 - ahead / 2)
+    spent = _WIDTHS[:, np.newaxis] * (1 - ahead / 2)
     survival, uses, time, rates = np.ones_like(ahead), np.zeros_like(ahead), np.zeros_like(ahead), np.zeros_like(ahead)
-    for first in range(len(widths)):
-        ages = slice(len(widths) - first)
+    for first in range(AGES):
+        ages = slice(AGES - first)
         uses[ages] += survival[ages] * ahead[first:]
         time[ages] += survival[ages] * spent[first:]
         survival[ages] *= 1 - ahead[first:]

@@ -38,7 +38,6 @@ Answer: TypeAlias = "bytes | bytearray | memoryview | Failure | None"
 class Bounds:
     """How much at once. A batch is what one call of the backend takes; `*_max` are calls at the same time.
 
-    `staging_bytes`: of values on their way, in memory of the tier's own, for each direction; one may always be.
     `search_widths`: see `Search`.
     """
 
@@ -48,7 +47,6 @@ class Bounds:
     writes_max: int
     probes_max: int
     search_widths: tuple[int, int]
-    staging_bytes: int = 64 << 20
 
 
 class Backend(Protocol):

@@ -42,7 +42,7 @@ class RemoteTier(Reporter):
 
     `name_of` gives the name of a chunk in the store. `absent_s`: how long what the store does not have is taken not to
     be there. `request_timeout_s`: the longest wait for one answer, after which it is asked again if there is time.
-    Memory: `Bounds.staging_bytes` for each direction, 200 bytes per chunk that is known.
+    Memory: `STAGING_BYTES` for each direction, 200 bytes per chunk that is known.
     """
 
     def __init__(

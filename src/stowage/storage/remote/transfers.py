@@ -28,6 +28,8 @@ from stowage.storage.remote.limiter import Limiter
 from stowage.storage.remote.presence import Presence
 
 TRIES_MAX: Final = 4
+STAGING_BYTES: Final = 64 << 20
+"""Values on their way, in memory of the tier's own, for each direction; one value may always be."""
 RETRY_S: Final = 0.05
 """The longest pause before the first retry, doubled for each further one."""
 
@@ -63,9 +65,9 @@ class RemoteTransfers:
         self._presence = presence
         self._counters = counters
         self._request_timeout_s = request_timeout_s
-        self._reads = Limiter(bounds.reads_max, bounds.staging_bytes)
-        self._writes = Limiter(bounds.writes_max, bounds.staging_bytes)
-        self._probes = Limiter(bounds.probes_max, bounds.staging_bytes)
+        self._reads = Limiter(bounds.reads_max, STAGING_BYTES)
+        self._writes = Limiter(bounds.writes_max, STAGING_BYTES)
+        self._probes = Limiter(bounds.probes_max, STAGING_BYTES)
         self.health = Backoff(clock)
         self.room = Backoff(clock)
 
