@@ -58,6 +58,26 @@ class IncrementalParser(ABC):
         return ""
 
 
+class CallParser(IncrementalParser):
+    """Base of the parsers of tool calls: for each state a method `_read_STATE`, which is a `_step`. `_marker`: what
+    began a call that is not certain yet; if the answer ends there, and was not cut, it is content.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = "text"
+        self._marker = ""
+
+    def feed(self, text: str, *, last: bool) -> list[Part]:
+        parts = super().feed(text, last=last)
+        if last and not self.is_cut and self._marker and self._state in ("name", "after_call"):
+            parts.append(Part("content", self._marker))
+        return parts
+
+    def _step(self, last: bool) -> bool:
+        return bool(getattr(self, f"_read_{self._state}")(last))
+
+
 def begun(text: str, markers: tuple[str, ...]) -> int:
     """How many characters at the end of `text` may be the beginning of a marker."""
     longest = max(map(len, markers)) - 1

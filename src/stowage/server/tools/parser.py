@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from stowage.server.tools.formats import ToolFormat
-from stowage.server.tools.incremental_parser import IncrementalParser, Kind, Part
+from stowage.server.tools.incremental_parser import CallParser, IncrementalParser, Kind, Part
 from stowage.server.tools.tagged import TaggedCalls
 
 THINK_BEGIN: Final = "<think>"
@@ -135,7 +135,7 @@ class _Thoughts(IncrementalParser):
         return True
 
 
-class _Calls(IncrementalParser):
+class _Calls(CallParser):
     """Calls of any format but harmony and those with tags. forced: the answer is nothing else."""
 
     def __init__(self, form: ToolFormat, tools: tuple[str, ...], *, forced: bool) -> None:
@@ -143,18 +143,8 @@ class _Calls(IncrementalParser):
         self._form, self._tools = form, tools
         self._heads = [re.compile(form.header, re.DOTALL), _OBJECT] if form.header else [_OBJECT]
         self._state = "text" if form.trigger else "detect"
-        self._marker = ""
         self._called = forced
         self._value, self._read = _Value(), 0
-
-    def feed(self, text: str, *, last: bool) -> list[Part]:
-        parts = super().feed(text, last=last)
-        if last and not self.is_cut and self._marker and self._state in ("name", "after_call"):
-            parts.append(Part("content", self._marker))
-        return parts
-
-    def _step(self, last: bool) -> bool:
-        return bool(getattr(self, f"_read_{self._state}")(last))
 
     def _read_detect(self, last: bool) -> bool:
         """For formats without a marker: the whole answer is calls, or there are none."""

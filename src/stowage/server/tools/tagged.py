@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from stowage.engine.endless_schema import pointed
 from stowage.server.tools.formats import Tags, ToolFormat
-from stowage.server.tools.incremental_parser import IncrementalParser, Part
+from stowage.server.tools.incremental_parser import CallParser, Part
 
 _HEAD_CHARACTERS: Final = 256
 _PARTS_MOST: Final = 16
@@ -26,7 +26,7 @@ _PYTHON: Final = {"True": True, "False": False, "None": None}
 """What templates that print values as Python does teach a model to write."""
 
 
-class TaggedCalls(IncrementalParser):
+class TaggedCalls(CallParser):
     """The calls of one answer. schemas: of each tool's arguments, by tool name. forced: it is nothing else."""
 
     def __init__(self, form: ToolFormat, tags: Tags, schemas: Mapping[str, Mapping[str, Any]], *, forced: bool) -> None:
@@ -35,20 +35,9 @@ class TaggedCalls(IncrementalParser):
         self._form, self._tags, self._schemas = form, tags, schemas
         self._name, self._key = re.compile(tags.name), re.compile(tags.key)
         self._ends = ("\n" + tags.end, tags.end) if tags.lines else (tags.end,)
-        self._state = "text"
-        self._marker = ""
         self._schema: Mapping[str, Any] = {}
         self._properties: Mapping[str, Any] = {}
         self._first = self._is_text = self._entered = False
-
-    def feed(self, text: str, *, last: bool) -> list[Part]:
-        parts = super().feed(text, last=last)
-        if last and not self.is_cut and self._marker:
-            parts.append(Part("content", self._marker))
-        return parts
-
-    def _step(self, last: bool) -> bool:
-        return bool(getattr(self, f"_read_{self._state}")(last))
 
     def _read_text(self, last: bool) -> bool:
         marker = self._emit_until("content", (self._form.trigger,), last and not (self.is_cut and self._forced))
