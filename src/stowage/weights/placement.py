@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stowage.errors import BudgetError, ConfigError
@@ -36,12 +36,13 @@ class Rule:
     last: int = 0
     every: int = 0
 
-    def matches(self, weight_unit: WeightUnit) -> bool:
-        if self.delivery is Delivery.EXPERTS and not weight_unit.experts:
+    def matches(self, unit: WeightUnit) -> bool:
+        """Whether the rule is about ``unit``: of ``experts``, only about units that are experts."""
+        if self.delivery is Delivery.EXPERTS and not unit.experts:
             return False
         if self.every:
-            return weight_unit.layer >= 0 and weight_unit.layer % self.every >= self.every - self.last
-        return fnmatch.fnmatchcase(weight_unit.name, self.pattern)
+            return unit.layer >= 0 and unit.layer % self.every >= self.every - self.last
+        return fnmatch.fnmatchcase(unit.name, self.pattern)
 
 
 _LAST = re.compile(r"last\s+(\d+)\s+of\s+(?:every\s+)?(\d+)")
@@ -62,8 +63,7 @@ def parse_rules(text: str) -> tuple[Rule, ...]:
                 f"The rule {part.strip()[:_SHOWN_CHARACTERS]!r} for weights is not understood. Write PATTERN=DELIVERY "
                 f"or last K of N=DELIVERY, where DELIVERY is one of {_DELIVERED}; for example model.layers.*=stream"
             )
-        match = _LAST.fullmatch(pattern)
-        if match is None:
+        if (match := _LAST.fullmatch(pattern)) is None:
             rules.append(Rule(part.strip(), Delivery(delivery), pattern))
             continue
         last, every = int(match[1]), int(match[2])
@@ -89,14 +89,21 @@ class Placement:
     held: frozenset[str] = frozenset()
     """Names of the units of experts that are kept in host memory, and copied from there into the device's cache."""
 
+    def units(self, *deliveries: Delivery) -> list[WeightUnit]:
+        """The units that are delivered in one of these ways."""
+        return [unit for unit, delivery in self._pairs() if delivery in deliveries]
+
     def nbytes(self, *deliveries: Delivery) -> int:
-        return sum(c.nbytes for c, d in zip(self.weight_units, self.deliveries, strict=True) if d in deliveries)
+        """Bytes of the units that are delivered in one of these ways."""
+        return sum(unit.nbytes for unit in self.units(*deliveries))
+
+    def _pairs(self) -> Iterator[tuple[WeightUnit, Delivery]]:
+        return zip(self.weight_units, self.deliveries, strict=True)
 
     @property
     def slot_bytes(self) -> int:
-        return max(
-            (c.ring_bytes for c, d in zip(self.weight_units, self.deliveries, strict=True) if d.rings), default=0
-        )
+        """Bytes of a slot of the ring, which holds any unit that comes through it."""
+        return max((unit.ring_bytes for unit, delivery in self._pairs() if delivery.rings), default=0)
 
     @property
     def device_bytes(self) -> int:
@@ -106,22 +113,22 @@ class Placement:
 
     @property
     def host_bytes(self) -> int:
-        kept = [c for c, d in zip(self.weight_units, self.deliveries, strict=True) if d.on_host or c.name in self.held]
-        return sum(c.host_buffer_bytes if self.to_device else c.nbytes for c in kept) + self.staging_bytes
+        """Host memory: units that lie there, the experts in ``held``, and what is staged for the device."""
+        kept = [unit for unit, delivery in self._pairs() if delivery.on_host or unit.name in self.held]
+        return sum(unit.host_buffer_bytes if self.to_device else unit.nbytes for unit in kept) + self.staging_bytes
 
     @property
     def held_bytes(self) -> int:
         """Host memory for the experts in ``held``."""
-        return sum(c.nbytes for c in self.cached if c.name in self.held)
+        return sum(unit.nbytes for unit in self.cached if unit.name in self.held)
 
     @property
     def staging_bytes(self) -> int:
         """Host memory in which reads from disk are staged for the device."""
         if not self.to_device:
             return 0
-        streamed = [c for c, d in zip(self.weight_units, self.deliveries, strict=True) if d is Delivery.STREAM]
-        fetched = [c.stage_bytes for c in self.cached if c.name not in self.held]
-        slots = self.ring_slots * max((c.ring_bytes for c in streamed), default=0)
+        fetched = [unit.stage_bytes for unit in self.cached if unit.name not in self.held]
+        slots = self.ring_slots * max((unit.ring_bytes for unit in self.units(Delivery.STREAM)), default=0)
         return slots + EXPERT_STAGES * max(fetched, default=0)
 
     @property
@@ -132,7 +139,7 @@ class Placement:
     @property
     def cached(self) -> list[WeightUnit]:
         """The units of experts that share the cache."""
-        return [c for c, d in zip(self.weight_units, self.deliveries, strict=True) if d is Delivery.EXPERTS]
+        return self.units(Delivery.EXPERTS)
 
     @property
     def missed_bytes(self) -> int:
@@ -140,15 +147,17 @@ class Placement:
         return cache_most_bytes(self.cached) - self.cache_bytes
 
     def of(self, name: str) -> Delivery:
-        return self.deliveries[[c.name for c in self.weight_units].index(name)]
+        """The delivery of the unit of that name."""
+        return self.deliveries[[unit.name for unit in self.weight_units].index(name)]
 
     def check(self) -> None:
+        """Assert the invariants."""
         assert len(self.weight_units) == len(self.deliveries)
         ringed = sum(d.rings for d in self.deliveries)
         assert (self.ring_slots >= RING_SLOTS_LEAST) == (ringed > 0)
-        assert all(c.rows for c, d in zip(self.weight_units, self.deliveries, strict=True) if d is Delivery.ROWS)
-        assert all(c.experts for c in self.cached)
-        assert self.held <= {c.name for c in self.cached}
+        assert all(unit.rows for unit in self.units(Delivery.ROWS))
+        assert all(unit.experts for unit in self.cached)
+        assert self.held <= {unit.name for unit in self.cached}
         assert cache_least_bytes(self.cached) <= self.cache_bytes <= cache_most_bytes(self.cached)
 
 
@@ -177,8 +186,8 @@ def place(
     and the advice ``more(least_bytes)``; ConfigError for a rule that matches no unit.
     """
     together, apart, fixed = _ruled(weight_units, tuple(rules))
-    whole = _placement(together, [fixed.get(c.name, Delivery.RESIDENT) for c in together], small_bytes, RING_SLOTS)
-    whole = replace(whole, to_device=to_device)
+    given = _Given(fixed, small_bytes, host_bytes, to_device)
+    whole = given.placement(together, [fixed.get(unit.name, Delivery.RESIDENT) for unit in together], RING_SLOTS)
     if device_bytes is None:
         cache_bytes = cache_most_bytes(whole.cached) // _CACHED_SHARE
         cached = _cached(whole, max(0, cache_bytes - whole.cache_bytes))
@@ -187,10 +196,10 @@ def place(
         return _within_host(_held(_cached(whole, device_bytes - whole.device_bytes), host_bytes), host_bytes)
     needs: list[int] = []
     for units in (apart, together) if len(apart) > len(together) else (together,):
-        found = _smallest_reads(units, fixed, small_bytes, device_bytes, host_bytes, needs, to_device)
+        found = _smallest_reads(units, given, device_bytes, needs)
         if found is not None:
             return found
-    least, largest = min(needs, default=small_bytes), max((c.nbytes for c in apart), default=0)
+    least, largest = min(needs, default=small_bytes), max((unit.nbytes for unit in apart), default=0)
     raise BudgetError(
         f"the weights need at least {least} bytes of device memory, and {device_bytes} are left for them: "
         f"{small_bytes} bytes are norms and the like, which stay, and the largest module of {largest} must fit, "
@@ -198,32 +207,38 @@ def place(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What holds of all placements that are tried: the deliveries that rules fix, by name; see ``place``."""
+
+    fixed: Mapping[str, Delivery]
+    small_bytes: int
+    host_bytes: int
+    to_device: bool
+
+    def placement(self, weight_units: Sequence[WeightUnit], chosen: Sequence[Delivery], slots: int) -> Placement:
+        """With the smallest possible cache of experts."""
+        slots = slots if any(delivery.rings for delivery in chosen) else 0
+        found = Placement(tuple(weight_units), tuple(chosen), slots, self.small_bytes, to_device=self.to_device)
+        return replace(found, cache_bytes=cache_least_bytes(found.cached))
+
+
 def _smallest_reads(
-    weight_units: Sequence[WeightUnit],
-    fixed: Mapping[str, Delivery],
-    small_bytes: int,
-    device_bytes: int,
-    host_bytes: int,
-    needs: list[int],
-    to_device: bool,
+    units: Sequence[WeightUnit], given: _Given, device_bytes: int, needs: list[int]
 ) -> Placement | None:
     """The placement that reads least per forward; ``None`` if none fits. ``needs`` gets the device bytes of each."""
     refused: BudgetError | None = None
     found = False
     for slots in (RING_SLOTS, RING_SLOTS_LEAST):
         least = []
-        for limit in _slot_limits(weight_units, fixed):
+        for limit in _slot_limits(units, given.fixed):
             try:
-                least.append(_least(weight_units, fixed, small_bytes, host_bytes, slots, limit, to_device))
+                least.append(_least(units, given, slots, limit))
             except BudgetError as error:  # a smaller ring may need less
                 refused = error
         found = found or bool(least)
         needs += [placement.device_bytes for placement in least]
-        filled = [
-            _fill(placement, fixed, device_bytes, host_bytes)
-            for placement in least
-            if placement.device_bytes <= device_bytes
-        ]
+        filled = [_fill(each, given, device_bytes) for each in least if each.device_bytes <= device_bytes]
         if filled:
             return min(filled, key=lambda placement: (placement.pass_bytes, placement.missed_bytes))
     if refused is not None and not found:
@@ -231,84 +246,79 @@ def _smallest_reads(
     return None
 
 
-def _slot_limits(weight_units: Sequence[WeightUnit], fixed: Mapping[str, Delivery]) -> list[int]:
+def _slot_limits(units: Sequence[WeightUnit], fixed: Mapping[str, Delivery]) -> list[int]:
     """Candidates for the largest slot of the ring: none (0), or the size of one of the units."""
-    ringed = [c.ring_bytes for c in weight_units if c.name in fixed and fixed[c.name].rings]
-    free = {c.ring_bytes for c in weight_units if c.name not in fixed and not c.rows and not c.experts}
+    ringed = [unit.ring_bytes for unit in units if unit.name in fixed and fixed[unit.name].rings]
+    free = {unit.ring_bytes for unit in units if unit.name not in fixed and not unit.rows and not unit.experts}
     return sorted(size for size in {0, *free, *ringed} if size >= max(ringed, default=0))
 
 
-def _least(
-    weight_units: Sequence[WeightUnit],
-    fixed: Mapping[str, Delivery],
-    small_bytes: int,
-    host_bytes: int,
-    slots: int,
-    limit: int,
-    to_device: bool,
-) -> Placement:
+def _least(units: Sequence[WeightUnit], given: _Given, slots: int, limit: int) -> Placement:
     """The placement with the least device memory whose slots have at most ``limit`` bytes: larger units are mapped if
     host memory has room, else resident.
     """
-    chosen = [fixed.get(c.name, _offloaded(c)) for c in weight_units]
-    left_bytes = host_bytes - sum(c.nbytes for c, d in zip(weight_units, chosen, strict=True) if d.on_host)
-    for at in sorted(range(len(weight_units)), key=lambda at: -weight_units[at].nbytes):
-        if weight_units[at].name not in fixed and chosen[at] is Delivery.STREAM and weight_units[at].ring_bytes > limit:
-            fits = weight_units[at].nbytes <= left_bytes and not to_device
+    chosen = [given.fixed.get(unit.name, _offloaded(unit)) for unit in units]
+    left_bytes = given.host_bytes - sum(u.nbytes for u, d in zip(units, chosen, strict=True) if d.on_host)
+    for at in _largest_first(units):
+        unit = units[at]
+        if unit.name not in given.fixed and chosen[at] is Delivery.STREAM and unit.ring_bytes > limit:
+            fits = unit.nbytes <= left_bytes and not given.to_device
             chosen[at] = Delivery.MAPPED if fits else Delivery.RESIDENT
-            left_bytes -= weight_units[at].nbytes if chosen[at] is Delivery.MAPPED else 0
-    return _within_host(replace(_placement(weight_units, chosen, small_bytes, slots), to_device=to_device), host_bytes)
+            left_bytes -= unit.nbytes if fits else 0
+    return _within_host(given.placement(units, chosen, slots), given.host_bytes)
 
 
-def _offloaded(weight_units: WeightUnit) -> Delivery:
+def _largest_first(units: Sequence[WeightUnit]) -> list[int]:
+    """The indices of the units; equal ones in the model's order."""
+    return sorted(range(len(units)), key=lambda at: -units[at].nbytes)
+
+
+def _offloaded(unit: WeightUnit) -> Delivery:
     """The delivery that takes the least memory."""
-    return Delivery.ROWS if weight_units.rows else Delivery.EXPERTS if weight_units.experts else Delivery.STREAM
+    return Delivery.ROWS if unit.rows else Delivery.EXPERTS if unit.experts else Delivery.STREAM
 
 
-def _fill(placement: Placement, fixed: Mapping[str, Delivery], device_bytes: int, host_bytes: int) -> Placement:
+def _fill(placement: Placement, given: _Given, device_bytes: int) -> Placement:
     """Make streamed units resident while there is room, else keep them in host memory. The ring keeps its size, so that
     its memory is counted once. Experts come last, and get what is left as their cache, since a token uses all else of
     a layer. Embeddings read by rows come after them: reading rows costs next to nothing.
     """
-    weight_units, chosen = placement.weight_units, list(placement.deliveries)
-    device_left, host_left = device_bytes - placement.device_bytes, host_bytes - placement.host_bytes
-    for at in sorted(range(len(weight_units)), key=lambda at: (weight_units[at].experts > 0, -weight_units[at].nbytes)):
-        if weight_units[at].name in fixed or chosen[at] not in (Delivery.STREAM, Delivery.EXPERTS):
+    units, chosen = placement.weight_units, list(placement.deliveries)
+    device_left, host_left = device_bytes - placement.device_bytes, given.host_bytes - placement.host_bytes
+    for at in sorted(_largest_first(units), key=lambda at: units[at].experts > 0):
+        unit = units[at]
+        if unit.name in given.fixed or chosen[at] not in (Delivery.STREAM, Delivery.EXPERTS):
             continue
-        if weight_units[at].nbytes <= device_left and not weight_units[at].experts:
+        if unit.nbytes <= device_left and not unit.experts:
             chosen[at] = Delivery.RESIDENT
-            device_left -= weight_units[at].nbytes
-        elif placement.to_device and not weight_units[at].experts and weight_units[at].host_buffer_bytes <= host_left:
+            device_left -= unit.nbytes
+        elif given.to_device and not unit.experts and unit.host_buffer_bytes <= host_left:
             chosen[at] = Delivery.PREFETCH
-            host_left -= weight_units[at].host_buffer_bytes
-        elif not placement.to_device and weight_units[at].nbytes <= host_left:
+            host_left -= unit.host_buffer_bytes
+        elif not given.to_device and unit.nbytes <= host_left:
             chosen[at] = Delivery.MAPPED
-            host_left -= weight_units[at].nbytes
-    spread = _spread(weight_units, chosen, fixed)
-    filled = _placement(weight_units, spread, placement.small_bytes, placement.ring_slots)
-    filled = replace(filled, to_device=placement.to_device)
+            host_left -= unit.nbytes
+    spread = _spread(units, chosen, given.fixed)
+    filled = given.placement(units, spread, placement.ring_slots)
     filled = _cached(filled, device_bytes - filled.device_bytes)
     device_left = device_bytes - filled.device_bytes
-    for at in sorted(range(len(weight_units)), key=lambda at: -weight_units[at].nbytes):
-        if (
-            spread[at] is Delivery.ROWS
-            and weight_units[at].name not in fixed
-            and weight_units[at].nbytes <= device_left
-        ):
+    for at in _largest_first(units):
+        unit = units[at]
+        if spread[at] is Delivery.ROWS and unit.name not in given.fixed and unit.nbytes <= device_left:
             spread[at] = Delivery.RESIDENT
-            device_left -= weight_units[at].nbytes
-    return _held(replace(filled, deliveries=tuple(spread)), host_bytes)
+            device_left -= unit.nbytes
+    return _held(replace(filled, deliveries=tuple(spread)), given.host_bytes)
 
 
 def _held(placement: Placement, host_bytes: int) -> Placement:
     """``placement`` with as many experts in host memory as fit, on a device with memory of its own. (On a CPU they are
     mapped instead.) What is held needs no staging: all of them may fit where fewer do not, and one after another is.
     """
-    whole = replace(placement, held=frozenset(c.name for c in placement.cached if placement.to_device))
+    whole = replace(placement, held=frozenset(unit.name for unit in placement.cached if placement.to_device))
     if not placement.to_device or whole.host_bytes <= host_bytes:
         return whole
-    left = list(placement.cached)
-    while added := next((c for c in left if _with(placement, c).host_bytes <= host_bytes), None):
+    left = placement.cached
+    while added := next((unit for unit in left if _with(placement, unit).host_bytes <= host_bytes), None):
         left.remove(added)
         placement = _with(placement, added)
     return placement
@@ -331,17 +341,17 @@ def _ruled(
     layer where another rule decides about them; in the second, also wherever no rule decides about the layer.
     """
     fixed: dict[str, Delivery] = {}
+    known = [unit for whole in weight_units for unit in (whole, *whole.apart)]
     for rule in rules:
-        known = [c for whole in weight_units for c in (whole, *whole.apart)]
-        names = [c.name for c in known if rule.matches(c)]
+        names = [unit.name for unit in known if rule.matches(unit)]
         if not names:
             raise ConfigError(
                 f"The rule {rule.text!r} for weights matches no module of this model. It has: "
-                f"{', '.join(_abridged([c.name for c in known]))}."
+                f"{', '.join(_abridged([unit.name for unit in known]))}."
             )
         for name in names:
             fixed.setdefault(name, rule.delivery)
-    deciding = {c.name: _deciding(c, rules) for whole in weight_units for c in (whole, *whole.apart)}
+    deciding = {unit.name: _deciding(unit, rules) for unit in known}
     together: list[WeightUnit] = []
     apart: list[WeightUnit] = []
     for whole in weight_units:
@@ -353,8 +363,9 @@ def _ruled(
     return together, apart, fixed
 
 
-def _deciding(weight_units: WeightUnit, rules: tuple[Rule, ...]) -> Rule | None:
-    return next((rule for rule in rules if rule.matches(weight_units)), None)
+def _deciding(unit: WeightUnit, rules: tuple[Rule, ...]) -> Rule | None:
+    """The first rule that matches."""
+    return next((rule for rule in rules if rule.matches(unit)), None)
 
 
 def _abridged(names: list[str]) -> list[str]:
@@ -367,9 +378,9 @@ def _spread(
     """``chosen``, with the streamed ones among equal layers spread evenly."""
     spread = list(chosen)
     by_size: dict[tuple[int, int, int], list[int]] = {}
-    for at, c in enumerate(weight_units):
-        if c.layer >= 0 and c.name not in fixed:
-            by_size.setdefault((c.nbytes, c.pieces, c.experts), []).append(at)
+    for at, unit in enumerate(weight_units):
+        if unit.layer >= 0 and unit.name not in fixed:
+            by_size.setdefault((unit.nbytes, unit.pieces, unit.experts), []).append(at)
     for indices in by_size.values():
         streamed = sum(chosen[at] is Delivery.STREAM for at in indices)
         others = [chosen[at] for at in indices if chosen[at] is not Delivery.STREAM]
@@ -377,16 +388,6 @@ def _spread(
             here = (rank + 1) * streamed // len(indices) > rank * streamed // len(indices)
             spread[at] = Delivery.STREAM if here else others.pop()
     return spread
-
-
-def _placement(
-    weight_units: Sequence[WeightUnit], chosen: Sequence[Delivery], small_bytes: int, slots: int
-) -> Placement:
-    """With the smallest possible cache of experts."""
-    ringed = any(delivery.rings for delivery in chosen)
-    cached = [c for c, d in zip(weight_units, chosen, strict=True) if d is Delivery.EXPERTS]
-    least_bytes = cache_least_bytes(cached)
-    return Placement(tuple(weight_units), tuple(chosen), slots if ringed else 0, small_bytes, least_bytes)
 
 
 def _within_host(placement: Placement, host_bytes: int) -> Placement:
