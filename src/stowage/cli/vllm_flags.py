@@ -101,6 +101,7 @@ def connectors(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def extra_of(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The connector's own settings; empty where they are no mapping."""
     extra = transfer.get("kv_connector_extra_config") or {}
     return extra if isinstance(extra, dict) else {}
 

@@ -22,6 +22,7 @@ def _digits(text: str) -> int:
 
 
 def as_size(value: object) -> int | str:
+    """A number of bytes, or text that `memory.parse_size` reads."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f"it is {shown_value(value)}, not a size. {SIZE_FIX}")
     return _digits(value) if isinstance(value, str) and value.strip().isdecimal() and value.isascii() else value
@@ -102,6 +103,7 @@ def as_addresses(value: object) -> tuple[str, ...]:
 
 
 def as_kinds(value: object) -> dict[str, int]:
+    """Numbers of tokens by kind of group: `sliding=32,recurrent=512`, or a mapping."""
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
         if all(equals for _, equals, _ in pairs):

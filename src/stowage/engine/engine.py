@@ -60,21 +60,22 @@ class Engine:
 
     Args:
         model: checkpoint directory, hub id, or a Transformers causal model in memory (then give its ``tokenizer`` for
-        text prompts). memory: the budgets; see ``Memory``.
+            text prompts).
+        memory: the budgets; see ``Memory``.
         dtype: ``auto`` (the checkpoint's own; on a CPU ``float32`` for a quantised one in ``float16``, which has no
             kernels there), ``float32``, ``bfloat16`` or ``float16``.
         device: what it computes on: ``cpu``, ``cuda``, ``cuda:1``; empty: where a model in memory lies, else ``cpu``
-        (``docs/internals.md#cuda``).
+            (``docs/internals.md#cuda``).
         deterministic: do not open where answers cannot be exact, which is the same to the bit however a prompt's state
-        arrived and whatever is computed beside it (``docs/internals.md#exact-answers``). batch_dependent: they need not
-        be exact where they can.
+            arrived and whatever is computed beside it (``docs/internals.md#exact-answers``).
+        batch_dependent: answers need not be exact where they can.
         int8_activations: round what weights in integer formats are multiplied with to 8 bits, and what attention weighs
-        values with to bfloat16, which is quicker; answers are not those of the published weights then
-        (``docs/weights.md#activations-in-8-bits``).
+            values with to bfloat16, which is quicker; answers are not those of the published weights then
+            (``docs/weights.md#activations-in-8-bits``).
         cuda_graphs: decode steps are recorded and replayed (``docs/internals.md#cuda``); None: where that is possible.
         salt: prompts of engines with different salts never share cached state; nor do requests with different ``salt``.
         adapter: a LoRA adapter's directory, as PEFT saves it, which is added to every answer; or several by name
-        (``{"name": DIR}``), of which each request says which (``docs/weights.md#adapters``).
+            (``{"name": DIR}``), of which each request says which (``docs/weights.md#adapters``).
         tiers: further tiers, below those of ``memory``, fastest first; closed with the engine.
 
     It computes on a thread of its own: a script is quicker with ``GOMP_SPINCOUNT=1000`` in its environment

@@ -118,6 +118,7 @@ def opened(model: str | Path, memory: Memory, computed: Mapping[str, Any]) -> It
 
 
 def flush(engine: Engine) -> None:
+    """Wait until the tiers have what was stored. Raises ConfigError for a disk that is too slow."""
     if not engine.flush(FLUSH_TIMEOUT_S):
         raise ConfigError(
             f"The disk did not take what was stored within {FLUSH_TIMEOUT_S:.0f} s, so it cannot be verified. "

@@ -29,6 +29,9 @@ def part_of(path: Path) -> TextPart:
 
 
 def config_of(file: Path) -> Any:
+    """The config that Transformers makes of a ``config.json``, with how its weights are quantized. Raises
+    CheckpointError.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -186,6 +189,7 @@ def _made_once() -> Iterator[None]:
 
 
 def load_tokenizer(directory: Path) -> Any:
+    """The checkpoint's tokenizer with its chat template; ``None`` where it has none. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
     if not has_tokenizer(directory):

@@ -18,7 +18,7 @@ ALONE = frozenset(
 )
 """By ``model_type`` of the config: proved with Transformers' own attention, one sequence at a time (``fallback``).
 Their code computes attention by itself, does to scores and masks what the paged one does not know, changes what is
-cached, or keeps states in an object of its own (``fallback.keepers``).
+cached, or keeps states in an object of its own (``state_access.keeper_of``).
 """
 
 SINGLY = frozenset({"recurrent_gemma"})

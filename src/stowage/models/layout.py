@@ -167,6 +167,7 @@ def _refuse_window_of_one(config: Any) -> None:
 
 
 def rope_settings(config: Any) -> list[Mapping[str, Any]]:
+    """What a config says of rotary embeddings: once, or for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [v for v in rope.values() if isinstance(v, Mapping)]
     return nested or [rope]

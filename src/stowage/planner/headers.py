@@ -295,6 +295,7 @@ def has_head(tensors: list[Tensor]) -> bool:
 
 
 def layer_count(tensors: list[Tensor]) -> int:
+    """How many layers they belong to: one more than the highest number."""
     return 1 + max((index for index, _, _ in _sorted(tensors)), default=-1)
 
 

@@ -84,20 +84,25 @@ class Solution:
 
     @property
     def ring_bytes(self) -> int:
+        """Device memory of the ring, which weights are fetched into."""
         return self.ring_slots * self.slot_bytes
 
     def weights_bytes(self, tier: str) -> int:
+        """Bytes of the weights that lie in ``tier``, without the small ones."""
         return sum(part.nbytes for part in self.placed if part.tier == tier)
 
     @property
     def device_bytes(self) -> int:
+        """Device memory of everything: weights, KV of the whole batch, working memory, ring and cache of experts."""
         fixed = self.small_bytes + self.kv_bytes + self.working_bytes + self.ring_bytes + self.cache_bytes
         return fixed + self.weights_bytes(DEVICE)
 
     def used_bytes(self, tier: str) -> int:
+        """Bytes that the placement takes of ``tier``."""
         return self.device_bytes if tier == DEVICE else self.weights_bytes(tier)
 
     def left_bytes(self, tier: str) -> int:
+        """What is left of the budget for ``tier``."""
         limits = {DEVICE: self.budgets.device_bytes, HOST: self.budgets.host_bytes, DISK: self.budgets.disk_bytes}
         return limits[tier] - self.used_bytes(tier)
 
@@ -129,10 +134,9 @@ def solve(model: Model, machine: Machine, budgets: Budgets, workload: Workload) 
     """The placement with the most predicted tokens per second, and of equal ones that with the shortest TTFT. Raises
     ``BudgetError`` where none fits, with the least budget that would do.
     """
-    room = Placements(model, machine, workload)
-    best = room.best(budgets)
-    if best is None:
-        raise BudgetError(room.refusal(budgets))
+    placements = Placements(model, machine, workload)
+    if (best := placements.best(budgets)) is None:
+        raise BudgetError(placements.refusal(budgets))
     best.check()
     return best
 
@@ -185,11 +189,8 @@ class Placements:
         """Bytes in ``tier`` that do not depend on the placement of layers."""
         ends = self.embedding_bytes * (choice.embedding == tier) + self.head_bytes * (choice.head == tier)
         if choice.cached:
-            ends += {
-                DEVICE: self.filled[-1] - self.experts.nbytes + self.experts.least_bytes,
-                HOST: 0,
-                DISK: self.experts.nbytes,
-            }[tier]
+            on_device = self.filled[-1] - self.experts.nbytes + self.experts.least_bytes
+            ends += {DEVICE: on_device, HOST: 0, DISK: self.experts.nbytes}[tier]
         if tier != DEVICE:
             return ends
         return ends + self.model.rest_bytes + self.kv_bytes + self.working_bytes + choice.slots * choice.slot_bytes
@@ -198,8 +199,7 @@ class Placements:
         """The fastest placement by prediction; ``None`` where none fits."""
         found = []
         for choice in self.choices:
-            cut = self._cut(choice, budgets)
-            if cut is None:
+            if (cut := self._cut(choice, budgets)) is None:
                 continue
             cache_bytes = self._cache_bytes(choice, budgets)
             offloaded = self._offloaded(choice, *cut, cache_bytes)

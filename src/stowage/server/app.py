@@ -48,7 +48,7 @@ from stowage.server.stream import DONE, EventStream, encoded, send_json, while_c
 def build(
     async_engine: AsyncEngine, keys: ApiKeys, limits: Limits, metrics: ServerMetrics, watch: Monitor, host: str | None
 ) -> ASGIApp:
-    """The application; `host` as in `middleware.wrapped`."""
+    """The application; `host` as in `middleware.with_middleware`."""
     plain = Plain(async_engine, metrics)
     dashboard = Dashboard(watch)
     memory = async_engine.memory

@@ -40,8 +40,8 @@ _MADE_BYTES_MOST = 16 << 20
 @dataclass(frozen=True, slots=True)
 class Budget:
     """The memory that weights may take. ``device_bytes`` of ``None``: no limit. ``scratch``: a directory and a limit in
-    bytes, for a ``ScratchFile``. ``rules``, ``held_bytes``, ``more``: see
-    ``placement.place``. ``carrier``: copies to a device with memory of its own; ``None`` on a CPU.
+    bytes, for a ``ScratchFile``. ``rules``, ``held_bytes``, ``more``: see ``placement.place``. ``carrier``: copies to a
+    device with memory of its own; ``None`` on a CPU.
     """
 
     device_bytes: int | None = None
@@ -324,9 +324,8 @@ def _new_scratch(name: str, nbytes: int, budget: Budget) -> ScratchFile:
     if budget.scratch is None:
         raise UnsupportedModelError(
             f"{name} ({nbytes} bytes) has another form in memory than in a checkpoint's files, most often another "
-            "dtype, so "
-            "it cannot be read from there: give disk=DIR:SIZE for its final form, keep the checkpoint's dtype "
-            "(dtype=auto), or give the model more memory."
+            "dtype, so it cannot be read from there: give disk=DIR:SIZE for its final form, keep the checkpoint's "
+            "dtype (dtype=auto), or give the model more memory."
         )
     return ScratchFile(*budget.scratch)
 

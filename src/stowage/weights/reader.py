@@ -76,9 +76,11 @@ class Ticket:
 
     @property
     def done(self) -> bool:
+        """Whether all reads have ended, successfully or not."""
         return not self._left
 
     def ended(self, error: Exception | None = None) -> None:
+        """One read has ended. The first ``error`` is kept."""
         with self._lock:
             self.error = self.error or error
             self._left -= 1

@@ -41,6 +41,7 @@ def of_layers(file: GgufFile, key: str) -> list[int]:
 
 
 def lacks_size(file: GgufFile, what: Any = "how large its heads are") -> CheckpointError:
+    """For a file that does not state what every file of its architecture states."""
     return CheckpointError(f"{file.paths[0]} does not say {what}, or nothing that fits; download it again.")
 
 

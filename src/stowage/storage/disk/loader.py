@@ -252,9 +252,8 @@ class Loader:
         with self._lock:
             self._planning = False
             if left is not None:
-                self._newest_s = (
-                    self._timer()
-                )  # planning held Python's lock, so no transfer could be submitted meanwhile
+                # Read anew: planning held Python's lock, so no transfer could be submitted meanwhile.
+                self._newest_s = self._timer()
                 bundle.limit_s = self._newest_s + wait_s if wait_s > 0 else -math.inf
                 self._planned.appendleft(bundle)
         if left is not None and wait_s <= 0:

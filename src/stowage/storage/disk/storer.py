@@ -295,7 +295,7 @@ class Storer:
             self._counters.add("write_errors")
 
     def _store(self, stream: WriteQueue) -> None:
-        """Writes the stream in batches, and reports transfers that are written and indexed. Raises OSError, NoRoom."""
+        """Writes the stream in batches, and reports transfers that are written and indexed. Raises OSError, NoSpace."""
         while ahead := stream.peek(1):
             active = self._make_ready(stream, ahead.payloads[0].nbytes)
             known = self._open[active]
@@ -350,7 +350,7 @@ class Storer:
         return self._catalog.name_of(known.number) is None
 
     def _make_ready(self, stream: WriteQueue, length: int) -> ActiveSegment:
-        """Seals all open segments but one that has room for a payload of that length. Raises OSError, NoRoom."""
+        """Seals all open segments but one that has room for a payload of that length. Raises OSError, NoSpace."""
         if self._open:
             active, known = next(reversed(self._open.items()))
             if active.fitting([length]) and not self._is_gone(known):

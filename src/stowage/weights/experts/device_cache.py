@@ -183,7 +183,7 @@ class DeviceExperts(ExpertTable):
         super().reset()
 
     def forked(self) -> None:
-        """Never called: a child process cannot use its parent's device (``deliveries.settle`` refuses before)."""
+        """Never called: a child process cannot use its parent's device (``Deliveries.recover`` refuses before)."""
         raise AssertionError("a device belongs to one process")
 
     def check(self) -> None:

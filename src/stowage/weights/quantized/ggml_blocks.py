@@ -169,6 +169,7 @@ def _mxfp4_block(raw: Tensor) -> Tensor:
 
 
 def fp4(codes: Tensor) -> Tensor:
+    """The numbers that 4-bit floating-point codes (E2M1, 0 to 15) mean, of the same shape."""
     return _on(codes.device, _FP4)[codes.long()]
 
 
