@@ -19,7 +19,6 @@ from stowage.engine.swap.preemption import PreemptionSwap
 from stowage.engine.swap.swap_space import SwapSpace
 from stowage.executor.block_pool import BlockPool
 from stowage.testing.engine_sim import simulate, world
-from stowage.testing.sim import Failure
 from stowage.transfer.async_copies import AsyncCopies
 from tests.sim.worlds import Planted, assert_no_hash_seed_matters
 
@@ -180,11 +179,7 @@ def test_a_seed_names_a_run_whatever_the_hash_seed() -> None:
 
 
 def test_a_failure_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = PLANTS[0].is_found(simulate, SEEDS_TO_FIND, monkeypatch)
-    assert f"sim --engine --first {failure.seed} --seeds 1" in str(failure)
-    with pytest.raises(Failure) as again:
-        simulate(failure.seed)
-    assert str(again.value) == str(failure)
+    PLANTS[0].is_replayed(simulate, SEEDS_TO_FIND, monkeypatch, command="sim --engine")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from stowage.cache.ledger import Ledger
 from stowage.storage.disk import allocator, loader, reader
 from stowage.storage.disk.bundle import LoadFlight
 from stowage.storage.disk.index import Index
-from stowage.testing.sim import Failure, simulate
+from stowage.testing.sim import simulate
 from stowage.testing.sim.__main__ import main
 from tests.sim.worlds import Planted, assert_no_hash_seed_matters, command
 
@@ -178,11 +178,7 @@ def test_a_seed_names_a_run_whatever_the_hash_seed() -> None:
 
 
 def test_a_failure_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = PLANTS[0].is_found(simulate, SEEDS_TO_FIND, monkeypatch)
-    assert f"--first {failure.seed} --seeds 1" in str(failure)
-    with pytest.raises(Failure) as again:
-        simulate(failure.seed)
-    assert str(again.value) == str(failure)
+    PLANTS[0].is_replayed(simulate, SEEDS_TO_FIND, monkeypatch, command="sim")
 
 
 @pytest.mark.slow

@@ -38,8 +38,18 @@ class Planted:
         assert re.search(self.says, str(failure)), failure
         return failure
 
+    def is_replayed(
+        self, simulate: Callable[[int], object], seeds: int, patch: pytest.MonkeyPatch, *, command: str
+    ) -> None:
+        """The failure names the command that finds it again, and its seed alone fails in the same way."""
+        failure = self.is_found(simulate, seeds, patch)
+        assert f"{command} --first {failure.seed} --seeds 1" in str(failure)
+        with pytest.raises(Failure) as again:
+            simulate(failure.seed)
+        assert str(again.value) == str(failure)
 
-def first_failure(simulate: Callable[[int], object], seeds: int, first: int = 0) -> Failure | None:
+
+def first_failure(simulate: Callable[[int], object], seeds: int, first: int) -> Failure | None:
     for seed in range(first, first + seeds):
         try:
             simulate(seed)

@@ -228,16 +228,17 @@ def test_room_is_looked_for_before_what_takes_long(
     assert len(begun) == 1 and (out / modules.FILE).exists()
 
 
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.mark.parametrize("form", ["int8", "lossless"])
 def test_a_full_disk_is_told_as_one(
     form: str, checkpoints: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not as a checkpoint that cannot be read: Transformers is loading when packed weights are written."""
 
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", full_disk)
     source, out = str(checkpoints("mixtral")), tmp_path / "out"
     with pytest.raises(
         StorageError, match=r"out.part does not take the packed weights: No space left on device \(.* free\). Free some"
@@ -271,11 +272,8 @@ def test_what_becomes_of_other_files_that_cannot_be_written_is_told(
         else:
             packing.pack(source, out, form, progress=progress)
 
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patched:
-        patched.setattr(shutil, "copyfile", full)
+        patched.setattr(shutil, "copyfile", full_disk)
         with pytest.raises(StorageError, match=r"out.part does not take the packed checkpoint: No space left"):
             pack()
     assert list(tmp_path.iterdir()) == []

@@ -149,14 +149,14 @@ def _hrm(size: TinySize) -> dict[str, Any]:
     return with_heads(size) | {"H_cycles": 2, "L_cycles": 1}
 
 
-def _decoder(size: TinySize) -> dict[str, Any]:
+def decoder(size: TinySize) -> dict[str, Any]:
     """Of the BERT kind, made to read what came before only."""
     return common(size) | {"is_decoder": True}
 
 
 def _roc(size: TinySize) -> dict[str, Any]:
     """Shape and sound of a letter besides; of a token alone they are always the same."""
-    return _decoder(size) | {"shape_vocab_size": 8, "pronunciation_vocab_size": 8}
+    return decoder(size) | {"shape_vocab_size": 8, "pronunciation_vocab_size": 8}
 
 
 FULL: tuple[Family, ...] = (
@@ -216,9 +216,9 @@ FULL: tuple[Family, ...] = (
     Family("aria", "aria_text", _aria, "Aria, text"),
     Family("dbrx", "dbrx", _dbrx, "DBRX"),
     Family("hrm_text", "hrm_text", _hrm, "HRM-Text", note="prompts are read causally, as without `token_type_ids`"),
-    Family("bert", "bert", _decoder, "BERT as a decoder"),
-    Family("bert_generation", "bert-generation", _decoder, "BERT for generation, as a decoder"),
-    Family("electra", "electra", _decoder, "ELECTRA as a decoder"),
-    Family("ernie", "ernie", _decoder, "ERNIE 1 to 3 as a decoder"),
+    Family("bert", "bert", decoder, "BERT as a decoder"),
+    Family("bert_generation", "bert-generation", decoder, "BERT for generation, as a decoder"),
+    Family("electra", "electra", decoder, "ELECTRA as a decoder"),
+    Family("ernie", "ernie", decoder, "ERNIE 1 to 3 as a decoder"),
     Family("roc_bert", "roc_bert", _roc, "RoCBert as a decoder"),
 )

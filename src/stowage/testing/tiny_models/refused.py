@@ -7,14 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 from stowage.testing.tiny_models.family import Family, TinySize, common
-
-
-def _decoder(size: TinySize) -> dict[str, Any]:
-    return common(size) | {"is_decoder": True}
+from stowage.testing.tiny_models.full import decoder
 
 
 def _big_bird(size: TinySize) -> dict[str, Any]:
-    return _decoder(size) | {"attention_type": "original_full"}
+    return decoder(size) | {"attention_type": "original_full"}
 
 
 def _cpmant(size: TinySize) -> dict[str, Any]:
@@ -22,7 +19,7 @@ def _cpmant(size: TinySize) -> dict[str, Any]:
 
 
 def _reformer(size: TinySize) -> dict[str, Any]:
-    return _decoder(size) | {
+    return decoder(size) | {
         "attn_layers": size.pattern("local", "lsh"),
         "axial_pos_embds": False,
         "num_buckets": 4,
@@ -32,7 +29,7 @@ def _reformer(size: TinySize) -> dict[str, Any]:
 
 
 def _rembert(size: TinySize) -> dict[str, Any]:
-    return _decoder(size) | {"input_embedding_size": 32, "output_embedding_size": 32}
+    return decoder(size) | {"input_embedding_size": 32, "output_embedding_size": 32}
 
 
 def _xlm(size: TinySize) -> dict[str, Any]:
@@ -51,17 +48,17 @@ _ITSELF = "computes attention by itself"
 REFUSED: tuple[Family, ...] = (
     Family("big_bird", "big_bird", _big_bird, "BigBird as a decoder", refused=_ITSELF),
     Family("cpmant", "cpmant", _cpmant, "CPM-Ant", refused=_ITSELF),
-    Family("megatron_bert", "megatron-bert", _decoder, "Megatron-BERT as a decoder", refused=_ITSELF),
+    Family("megatron_bert", "megatron-bert", decoder, "Megatron-BERT as a decoder", refused=_ITSELF),
     Family("rembert", "rembert", _rembert, "RemBERT as a decoder", refused=_ITSELF),
-    Family("roformer", "roformer", _decoder, "RoFormer as a decoder", refused=_ITSELF),
+    Family("roformer", "roformer", decoder, "RoFormer as a decoder", refused=_ITSELF),
     Family("xlnet", "xlnet", _xlnet, "XLNet", refused=_ITSELF),
-    Family("camembert", "camembert", _decoder, "CamemBERT as a decoder"),
-    Family("data2vec_text", "data2vec-text", _decoder, "data2vec as a decoder"),
-    Family("roberta", "roberta", _decoder, "RoBERTa as a decoder"),
-    Family("roberta_prelayernorm", "roberta-prelayernorm", _decoder, "the same, normed before its layers"),
-    Family("xlm_roberta", "xlm-roberta", _decoder, "XLM-RoBERTa as a decoder"),
-    Family("xlm_roberta_xl", "xlm-roberta-xl", _decoder, "XLM-RoBERTa XL as a decoder"),
-    Family("xmod", "xmod", lambda size: _decoder(size) | {"default_language": "en_XX"}, "X-MOD as a decoder"),
+    Family("camembert", "camembert", decoder, "CamemBERT as a decoder"),
+    Family("data2vec_text", "data2vec-text", decoder, "data2vec as a decoder"),
+    Family("roberta", "roberta", decoder, "RoBERTa as a decoder"),
+    Family("roberta_prelayernorm", "roberta-prelayernorm", decoder, "the same, normed before its layers"),
+    Family("xlm_roberta", "xlm-roberta", decoder, "XLM-RoBERTa as a decoder"),
+    Family("xlm_roberta_xl", "xlm-roberta-xl", decoder, "XLM-RoBERTa XL as a decoder"),
+    Family("xmod", "xmod", lambda size: decoder(size) | {"default_language": "en_XX"}, "X-MOD as a decoder"),
     Family("openai_gpt", "openai-gpt", common, "GPT-1", refused=_ITSELF),
     Family("xlm", "xlm", _xlm, "XLM", refused=_ITSELF),
     Family("reformer", "reformer", _reformer, "Reformer", refused=_ITSELF),
