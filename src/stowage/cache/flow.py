@@ -261,16 +261,12 @@ class Flow:
             count = len(slots)
             if total_bytes > allowed:
                 count = queue.fitting(sizes, gathered, TRANSFER_BYTES_MAX)
-            if count == len(slots):
-                parts.append(slots)
-                keys += names
-                gathered += total_bytes
-                continue
             parts.append(slots[:count])
             keys += names[:count]
             gathered += int(sizes[:count].sum())
-            queue.push_back(slots[count:], names[count:])
-            break
+            if count < len(slots):
+                queue.push_back(slots[count:], names[count:])
+                break
         if not keys:
             return False
         slots = parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -169,9 +169,8 @@ def _attention(
     if strange:
         raise UnsupportedModelError(f"{name} hands {', '.join(strange)} to its attention; this is not supported yet.")
     source = cache.source_of(key, value)
-    layer = (
-        int(getattr(module, "layer_idx", -1)) if cache.written is None else cache.written
-    )  # as ``ForwardStep.reading``
+    # As ``ForwardStep.reading``.
+    layer = int(getattr(module, "layer_idx", -1)) if cache.written is None else cache.written
     cache.written = None
     latent = source is None and layer in cache.handed and hasattr(module, "expand_kv")
     if (source is None and not latent) or (layer in cache.handed and source not in (None, layer)):

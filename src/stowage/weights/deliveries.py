@@ -106,7 +106,10 @@ class Deliveries:
 
     def _cache(self, cached: Sequence[Load]) -> ExpertTable:
         most_bytes, carrier = self.placement.cache_bytes, self._carrier
-        parts = [(c, [c.unit.parameters[n] for n in c.locations], list(c.locations.values())) for c in cached]
+        parts = [
+            (load, [load.unit.parameters[name] for name in load.locations], list(load.locations.values()))
+            for load in cached
+        ]
         if carrier is None:
             stacks = [Stacks(load.unit.experts, parameters, locations) for load, parameters, locations in parts]
             return ExpertCache(stacks, most_bytes, self._readers, TIMEOUT_S)

@@ -30,10 +30,12 @@ class Delivery(StrEnum):
 
     @property
     def rings(self) -> bool:
+        """Whether weights come through the ring of buffers."""
         return self in (Delivery.PREFETCH, Delivery.STREAM)
 
     @property
     def on_host(self) -> bool:
+        """Whether weights lie in host memory between forwards."""
         return self in (Delivery.PREFETCH, Delivery.MAPPED)
 
 
@@ -87,14 +89,18 @@ class WeightUnit:
 
 
 def cache_least_bytes(cached: Sequence[WeightUnit]) -> int:
-    """A prompt may choose all experts of a layer at once. One frame more is what an expert that is offloaded reads
-    as.
+    """The smallest cache that works: a prompt may choose all experts of a layer at once. One frame more is what an
+    expert that is offloaded reads as.
     """
-    most = max((c.expert_bytes for c in cached), default=0)
-    return most * (max((c.experts for c in cached), default=-1) + 1) + sum(c.edge_bytes for c in cached)
+    return _cache_bytes(cached, max((unit.experts for unit in cached), default=-1) + 1)
 
 
 def cache_most_bytes(cached: Sequence[WeightUnit]) -> int:
-    """With all experts in it."""
-    most = max((c.expert_bytes for c in cached), default=0)
-    return most * (sum(c.experts for c in cached) + bool(cached)) + sum(c.edge_bytes for c in cached)
+    """The cache with all experts in it."""
+    return _cache_bytes(cached, sum(unit.experts for unit in cached) + bool(cached))
+
+
+def _cache_bytes(cached: Sequence[WeightUnit], frames: int) -> int:
+    """Frames are as large as the largest expert."""
+    most = max((unit.expert_bytes for unit in cached), default=0)
+    return frames * most + sum(unit.edge_bytes for unit in cached)
