@@ -76,7 +76,7 @@ def main() -> int:
     there = os.environ | {"PYTHONPATH": paths}
     every = "from stowage.native import _native as it; it.use_instructions('amx_bf16'), it.use_steps('avx512')"
     subprocess.run([sys.executable, "-c", every], cwd=COPY, env=there, check=True)
-    asked = ["-k", "avx512 or amx"] if len(sys.argv) == 1 else sys.argv[1:]
+    asked = ["-k", "avx512 or amx or int8"] if len(sys.argv) == 1 else sys.argv[1:]
     tests = [sys.executable, "-m", "pytest", "-o", "pythonpath=", "-n", f"{os.cpu_count()}", "--dist", "loadfile"]
     return subprocess.run([*tests, *TESTS, *asked], cwd=ROOT, env=there).returncode
 

@@ -44,17 +44,36 @@ static __attribute__((noinline)) void tiles_emulate_row(float *sums, int count, 
     }
 }
 
-static void tiles_emulate(int sums, int a, int b)
+static void tiles_must_fit(int sums, int a, int b)
 {
-    unsigned before = _mm_getcsr();
     tiles_must(tiles_sizes[sums].rows > 0 && tiles_sizes[sums].rows == tiles_sizes[a].rows
                && tiles_sizes[sums].row_bytes == tiles_sizes[b].row_bytes
                && tiles_sizes[a].row_bytes == 4 * tiles_sizes[b].rows);
+}
+
+static void tiles_emulate(int sums, int a, int b)
+{
+    unsigned before = _mm_getcsr();
+    tiles_must_fit(sums, a, b);
     _mm_setcsr(before | 0x8040);
     for (int m = 0; m < tiles_sizes[sums].rows; m++)
         tiles_emulate_row((float *)tiles_emulated[sums][m], tiles_sizes[sums].row_bytes / 4, tiles_emulated[a][m],
                           tiles_sizes[b].rows, tiles_emulated[b]);
     _mm_setcsr(before);
+}
+
+/* TDPBSUD: whole numbers, of bytes with a sign times bytes without. */
+static void tiles_emulate_bytes(int sums, int a, int b)
+{
+    tiles_must_fit(sums, a, b);
+    for (int m = 0; m < tiles_sizes[sums].rows; m++)
+        for (int n = 0; n < tiles_sizes[sums].row_bytes / 4; n++) {
+            int sum;
+            memcpy(&sum, tiles_emulated[sums][m] + 4 * n, sizeof sum);
+            for (int k = 0; k < tiles_sizes[a].row_bytes; k++)
+                sum += (signed char)tiles_emulated[a][m][k] * tiles_emulated[b][k / 4][4 * n + k % 4];
+            memcpy(tiles_emulated[sums][m] + 4 * n, &sum, sizeof sum);
+        }
 }
 
 static void tiles_zero(int tile)

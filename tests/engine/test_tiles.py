@@ -33,7 +33,9 @@ from stowage.executor.determinism import pieces as prompt_pieces
 from stowage.executor.replay.programs import program
 from stowage.executor.tiles import try_scoring, try_tiles
 from stowage.testing import tiny_models
+from stowage.weights.quantized.formats import Spec
 from tests.answers import bits
+from tests.engine import test_int8_kernels
 from tests.engine.conftest import random_prompt
 from tests.engine.test_native import Case
 from tests.threads import using_threads
@@ -129,6 +131,13 @@ def test_shapes_of_tiles_are_written_before_they_are_loaded(compiled: Any, tmp_p
         steps = width // 16
         row_bytes = [64] * 4 + [4 * steps] * 2 + [64] * 2 + [0] * 8
         assert bytes.fromhex(line) == struct.pack("<B15x16H16B", 1, *row_bytes, *[16] * 6, *[steps] * 2, *[0] * 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", test_int8_kernels.INTEGER, ids=test_int8_kernels.named)
+def test_inputs_rounded_to_8_bits_have_the_bits_of_other_sets(kernel: Any, spec: Spec) -> None:
+    assert kernel.use_instructions(None) == "amx_bf16"
+    test_int8_kernels.test_published_formats(spec, torch.bfloat16)
 
 
 def test_where_there_are_no_tiles_nothing_is_against_them():

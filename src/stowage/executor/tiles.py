@@ -20,7 +20,8 @@ from torch import Tensor
 NAME = "amx_bf16"
 _SHAPES = ((5, 1, 1), (7, 31, 17), (16, 64, 16), (17, 513, 33), (33, 576, 48), (40, 1100, 70), (600, 96, 20))
 """Rows, inputs, outputs: edges of tiles, of segments, and of what is laid out at a time."""
-_FORMS = {torch.bfloat16: 4, torch.int8: 5}
+_HALVES, _BYTES, _ROUNDED = 4, 5, 7
+"""Forms of a product, as the kernels number them: bfloat16, bytes, and bytes by inputs that are rounded to 8 bits."""
 _FEW = 4
 _FLOATS = "avx512"
 _HEADS = ((16, 30), (24, 70), (80, 45), (128, 100), (256, 64))
@@ -37,12 +38,12 @@ def try_tiles(kernel: Any) -> str:
         return ""
     against = ""
     try:
-        against = next((name for name, x, weight in _cases() if not _same(kernel, x, weight)), "")
+        against = next((name for name, x, weight, form in _cases() if not _same(kernel, x, weight, form)), "")
         if not against:
             kernel.trust_tiles()
     finally:
         kernel.use_instructions(None)
-    return against and f"this processor's tiles of bfloat16 add up {against} in another way than Stowage's kernels"
+    return against and f"this processor's tiles add up {against} in another way than Stowage's kernels"
 
 
 def try_scoring(kernel: Any) -> None:
@@ -81,24 +82,24 @@ def _exponents(shape: tuple[int, ...], most: int, generator: torch.Generator) ->
     return torch.randint(-most, most + 1, shape, generator=generator)
 
 
-def _same(kernel: Any, x: Tensor, weight: Tensor) -> bool:
+def _same(kernel: Any, x: Tensor, weight: Tensor, form: int) -> bool:
     """Whether all rows at once give the bits of a few at a time; what is no number is one, whatever its bits."""
-    many = _product(kernel, x, weight, threads=2)
-    few = torch.cat([_product(kernel, part, weight, threads=1) for part in torch.split(x, _FEW)])
+    many = _product(kernel, x, weight, form, threads=2)
+    few = torch.cat([_product(kernel, part, weight, form, threads=1) for part in torch.split(x, _FEW)])
     differ = many.view(torch.int32) != few.view(torch.int32)
     return not bool((differ & ~(many.isnan() & few.isnan())).any())
 
 
-def _product(kernel: Any, x: Tensor, weight: Tensor, threads: int) -> Tensor:
+def _product(kernel: Any, x: Tensor, weight: Tensor, form: int, threads: int) -> Tensor:
     rows, inputs = x.shape
     out, scales = torch.empty(rows, len(weight)), torch.ones(len(weight))
-    layer = (weight.data_ptr(), scales.data_ptr(), out.data_ptr(), len(weight), weight.stride(0), 0, 0, 0, 0)
-    kernel.linear(x.data_ptr(), rows, inputs, x.stride(0), 0, _FORMS[weight.dtype], False, threads, *layer)
+    layer = (weight.data_ptr(), scales.data_ptr(), out.data_ptr(), len(weight), weight.stride(0), 0, 0, 1, 0)
+    kernel.linear(x.data_ptr(), rows, inputs, x.stride(0), 0, form, False, threads, *layer)
     return out
 
 
-def _cases() -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What is multiplied, and what it is called."""
+def _cases() -> Iterator[tuple[str, Tensor, Tensor, int]]:
+    """What is multiplied, in which form, and what it is called."""
     generator = torch.Generator().manual_seed(25)
 
     def normal(*shape: int) -> Tensor:
@@ -116,11 +117,13 @@ def _cases() -> Iterator[tuple[str, Tensor, Tensor]]:
     for rows, inputs, outputs in _SHAPES:
         ours, theirs = (rows, inputs), (outputs, inputs)
         codes = torch.randint(-128, 128, theirs, generator=generator, dtype=torch.int8)
-        yield "common numbers", normal(*ours).bfloat16(), normal(*theirs).bfloat16()
-        yield "codes of one byte", normal(*ours).bfloat16(), codes
-        yield "small numbers beside large ones", spread(*ours), spread(*theirs)
-        yield "numbers near the least", spread(*ours, middle=-63), spread(*theirs, middle=-63)
-        yield "numbers of any size", any_finite(*ours), any_finite(*theirs)
+        yield "common numbers", normal(*ours).bfloat16(), normal(*theirs).bfloat16(), _HALVES
+        yield "codes of one byte", normal(*ours).bfloat16(), codes, _BYTES
+        if inputs % 32 == 0:
+            yield "bytes", spread(*ours), codes, _ROUNDED
+        yield "small numbers beside large ones", spread(*ours), spread(*theirs), _HALVES
+        yield "numbers near the least", spread(*ours, middle=-63), spread(*theirs, middle=-63), _HALVES
+        yield "numbers of any size", any_finite(*ours), any_finite(*theirs), _HALVES
         large = torch.tensor([1.0, 2.0**24, -(2.0**24), 0.0, -1.0, 2.0**-24])  # 1 is lost beside 2^24, or is not
         picked = torch.randint(len(large), theirs, generator=generator)
-        yield "what cancels out", torch.ones(ours, dtype=torch.bfloat16), large[picked].bfloat16()
+        yield "what cancels out", torch.ones(ours, dtype=torch.bfloat16), large[picked].bfloat16(), _HALVES

@@ -13,6 +13,9 @@ static const Dynamic AVX2_DYNAMIC = {dynamic_avx2, dynamic_round_avx2};
 #ifdef PAIRS
 static const Dynamic VNNI_DYNAMIC = {dynamic_vnni, dynamic_round_quickly};
 #endif
+#ifdef TILES
+static const Dynamic TILES_DYNAMIC = {dynamic_tiles, dynamic_round_quickly};
+#endif
 static const Dynamic *dynamic = &BASE_DYNAMIC;
 
 /* What goes with the instructions that are `used`. */
@@ -25,6 +28,10 @@ static void choose_dynamic(void)
 #ifdef PAIRS
     if (used->halves != NULL && __builtin_cpu_supports("avx512vnni"))
         dynamic = &VNNI_DYNAMIC;
+#endif
+#ifdef TILES
+    if (used == &AMX_BF16 && dynamic == &VNNI_DYNAMIC && TILES_OF_BYTES)
+        dynamic = &TILES_DYNAMIC;
 #endif
 #endif
 }

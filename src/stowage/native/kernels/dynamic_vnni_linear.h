@@ -211,8 +211,28 @@ static void dynamic_lay_scales(float (*from)[DYNAMIC_SCALES], int64_t blocks, in
     }
 }
 
+/* All rows by the outputs [n, n + wide) of a panel. 0: there is no memory for it. */
+typedef int (*DynamicRows)(const Linear *job, const DynamicPanel *panel, int64_t n, int64_t wide);
+
+static int dynamic_rows(const Linear *job, const DynamicPanel *panel, int64_t n, int64_t wide)
+{
+    DynamicKind kind = dynamic_kind(job);
+    for (int64_t r = 0, rows; r < job->rows; r += rows) {
+        float sums[DYNAMIC_TILE][DYNAMIC_WIDE];
+        int64_t left = job->rows - r;
+        int six = kind != TWO && (left == 6 || left >= 10); /* TWO has no registers for so many; 8 are twice 4 */
+        rows = six ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        const DynamicInputs *x = (const DynamicInputs *)job->packed + r * panel->groups;
+        (kind == BIASED ? dynamic_tiles_BIASED : kind == LEAST ? dynamic_tiles_LEAST : dynamic_tiles_TWO)(
+            x, rows, panel, sums[0]);
+        for (int64_t i = 0; i < rows; i++)
+            halves_finish(job, sums[i], r + i, n, wide);
+    }
+    return 1;
+}
+
 /* Outputs [begin, end) of many rows; 0: there is no memory for it. */
-static int dynamic_many(const Linear *job, int64_t begin, int64_t end)
+static int dynamic_many(const Linear *job, int64_t begin, int64_t end, DynamicRows multiplied)
 {
     DynamicPanel panel = {.blocks = job->inputs / DYNAMIC_BLOCK, .groups = dynamic_groups(job->inputs)};
     int64_t each = 4 * panel.groups, scales_bytes = 2 * DYNAMIC_WIDE * DYNAMIC_SCALES * (int64_t)sizeof(float);
@@ -227,7 +247,8 @@ static int dynamic_many(const Linear *job, int64_t begin, int64_t end)
     DynamicKind kind = dynamic_kind(job);
     DynamicPiece piece;
     memset(piece.last, 0, sizeof piece.last);
-    for (int64_t n = begin; n < end; n += DYNAMIC_WIDE) {
+    int there = 1;
+    for (int64_t n = begin; there && n < end; n += DYNAMIC_WIDE) {
         int64_t wide = end - n < DYNAMIC_WIDE ? end - n : DYNAMIC_WIDE;
         if (lies_by_inputs(job))
             dynamic_lay_by_inputs(job, n, wide, &panel);
@@ -250,20 +271,10 @@ static int dynamic_many(const Linear *job, int64_t begin, int64_t end)
                     dynamic_lay_scales(more + c, piece.blocks, k / DYNAMIC_BLOCK, panel.groups, panel.more + c);
             }
         }
-        for (int64_t r = 0, rows; r < job->rows; r += rows) {
-            float sums[DYNAMIC_TILE][DYNAMIC_WIDE];
-            int64_t left = job->rows - r;
-            int six = kind != TWO && (left == 6 || left >= 10); /* TWO has no registers for so many; 8 are twice 4 */
-            rows = six ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-            const DynamicInputs *x = (const DynamicInputs *)job->packed + r * panel.groups;
-            (kind == BIASED ? dynamic_tiles_BIASED : kind == LEAST ? dynamic_tiles_LEAST : dynamic_tiles_TWO)(
-                x, rows, &panel, sums[0]);
-            for (int64_t i = 0; i < rows; i++)
-                halves_finish(job, sums[i], r + i, n, wide);
-        }
+        there = multiplied(job, &panel, n, wide);
     }
     free(memory);
-    return 1;
+    return there;
 }
 
 /* Outputs [begin, end) of up to 8 rows. 0: there is no memory for it. */
@@ -275,8 +286,8 @@ static int dynamic_some(const Linear *job, int64_t begin, int64_t end)
     return 1;
 }
 
-/* Outputs [begin, end) of all rows; 0: there is no memory for it. */
-static int dynamic_vnni(const Linear *job, int64_t begin, int64_t end)
+/* Outputs [begin, end) of all rows, many of them as `multiplied`; 0: there is no memory for it. */
+static int dynamic_by(const Linear *job, int64_t begin, int64_t end, DynamicRows multiplied)
 {
     if (dynamic_is_odd(job))
         return dynamic_linear(job, begin, end);
@@ -284,5 +295,10 @@ static int dynamic_vnni(const Linear *job, int64_t begin, int64_t end)
         return dynamic_some(job, begin, end);
     if (coded_pays_twice(job, 16))
         return coded_in_parts(job, begin, end, dynamic_groups(job->inputs) * (int64_t)sizeof(DynamicInputs), dynamic_some);
-    return dynamic_many(job, begin, end);
+    return dynamic_many(job, begin, end, multiplied);
+}
+
+static int dynamic_vnni(const Linear *job, int64_t begin, int64_t end)
+{
+    return dynamic_by(job, begin, end, dynamic_rows);
 }

@@ -61,6 +61,10 @@
 #include "tiles.h"
 #include "tile_scores.h"
 #pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni,fma,amx-tile,amx-int8")
+#include "dynamic_tiles.h"
+#pragma GCC pop_options
 #endif
 #endif
 
