@@ -213,6 +213,28 @@ def test_exact(family, prefix_caches, tmp_path):
         prefixes = prefix_caches(model, exact=True, disk=f"{tmp_path / 'cache'}:64MiB")
 
 
+@pytest.mark.parametrize("change", ["threads", "instructions", "torch"])
+def test_exact_where_torch_rounds_otherwise(change, prefix_caches, tmp_path, monkeypatch):
+    """Another number of threads adds up in another order: what was stored with one is not read with the other."""
+    prefixes = prefix_caches("llama", exact=True, disk=f"{tmp_path / 'cache'}:64MiB")
+    prefixes.prefill(LONG)
+    prefixes.prefill(LONG)
+    assert restored(prefixes) > 0
+    prefixes.close()
+    with monkeypatch.context() as changed:
+        if change == "threads":
+            changed.setattr(torch, "get_num_threads", lambda: 77)
+        elif change == "instructions":
+            changed.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "VSX")
+        else:
+            changed.setattr(torch, "__version__", "2.99.0")
+        prefixes = prefix_caches("llama", exact=True, disk=f"{tmp_path / 'cache'}:64MiB")
+        prefixes.prefill(LONG, timeout_s=WAIT_S)
+        assert restored(prefixes) == 0
+    prefixes.prefill(LONG, timeout_s=WAIT_S)
+    assert restored(prefixes) > 0
+
+
 def scored(model, prompt, cache):
     """The scores of all new tokens, and all tokens."""
     out = model.generate(

@@ -101,8 +101,11 @@ def test_settings(settings, error, says):
         lambda model: model.set_attn_implementation("eager"),
         lambda model: model.train(),
         lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+        lambda model: model.model.layers[0].register_forward_hook(lambda *_: None),
+        lambda model: setattr(model.model.layers[0].mlp, "forward", lambda x: x),
+        lambda model: setattr(model.config, "attention_dropout", 0.5),
     ],
-    ids=["cast", "in place", "replaced", "adapter", "attention", "training", "buffer"],
+    ids="cast,in place,replaced,adapter,attention,training,buffer,hook,forward,config".split(","),
 )
 def test_a_model_that_was_changed_meanwhile(change, prefix_caches):
     model = own()

@@ -266,11 +266,11 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams, salt: str | bytes, adapter_name: str | None
     ) -> Sequence:
         adapter = select_adapter(self._adapters, self._adapter if adapter_name is None else adapter_name)
-        space = namespace_for_adapter(self.parts.namespace, adapter)
+        hooks = self.parts.runner.hooks.seen()
+        space = namespace_for_adapter(hooks.apart(self.parts.namespace), adapter)
         tokens = self.prompts.read(prompt)
         room = self.parts.layout.context_tokens - len(tokens) + 1
-        wanted = params.structured_outputs
-        grammar = None if wanted is None else self.grammars.begin(wanted)
+        grammar = None if (wanted := params.structured_outputs) is None else self.grammars.begin(wanted)
         sequence = Sequence(
             id=next(self._ids),
             tokens=tokens,
@@ -284,6 +284,7 @@ class Engine:
             own_from=sys.maxsize if self.parts.pieces.whole else len(tokens),
             new_tokens_max=min(params.max_new_tokens, room),
             exact=self.exact,
+            hooks=hooks,
         )
         if any(token >= self.parts.layout.vocab for token, _ in params.biases):
             raise RequestError(f"logit_bias has a token outside the model's vocabulary of {self.parts.layout.vocab}.")

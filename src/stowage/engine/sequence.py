@@ -19,6 +19,7 @@ from stowage.engine.sampling import Sampler, TokenLogprob, logprobs_of
 from stowage.engine.sampling_params import SamplingParams
 from stowage.engine.swap.host_blocks import SwappedBlocks
 from stowage.executor.batch import Work
+from stowage.executor.replay.calls.hooks import SeenHooks
 from stowage.executor.sequence_state import SequenceState
 
 
@@ -68,6 +69,10 @@ class Sequence(SequenceState):
     times: Times = field(default_factory=Times)
     preemptions: int = 0
     exact: bool = False
+    hooks: SeenHooks | None = None
+    """Those on the model that its keys speak of. Once there are others, nothing more is shared."""
+    known_tokens: int = 0
+    """How many tokens were shared when this was looked at last."""
     held: list[SwappedBlocks] = field(default_factory=list)
     """Its blocks in host memory, of which ``tables`` has the addresses while it runs."""
 
@@ -93,12 +98,19 @@ class Sequence(SequenceState):
     @property
     def reusable_tokens(self) -> int:
         """How many tokens, less the last, may come from a cache. Tokens to be scored must be computed."""
-        return self.unscored if self.scoring else min(len(self.tokens), self.own_from + 1)
+        self._look_for_hooks()
+        return min(self.unscored if self.scoring else len(self.tokens), self.own_from + 1)
 
     @property
     def shared_tokens(self) -> int:
         """How many computed tokens other sequences may reuse."""
-        return min(self.computed, self.own_from)
+        self._look_for_hooks()
+        self.known_tokens = min(self.computed, self.own_from)
+        return self.known_tokens
+
+    def _look_for_hooks(self) -> None:
+        if self.hooks is not None and self.hooks.are_others:
+            self.own_from = min(self.own_from, self.known_tokens)
 
     def extend_keys(self) -> None:
         """Compute the keys of chunks that are complete and may be shared."""

@@ -96,7 +96,7 @@ class Runner:
         elif self._piece_tokens:  # all forwards have one shape, so the fastest way is also deterministic
             self._mode_of_pieces = mode_of(model, exact=False, int8=int8) or nullcontext()
         again = self._kernels and (weights is None or not weights.crosses)  # a list of calls waits for no copy
-        self._hooks = Hooks(model, weights)
+        self.hooks = Hooks(model, weights)
         self.steps: RecordedSteps | None = recorded_steps(model, mode, weights) if again else None
         own_bits = self._exact and not self._piece_tokens and self._recurrent is None and layout.ragged
         stays = is_known(model) and (weights is None or not weights.moving)
@@ -176,6 +176,7 @@ class Runner:
         if not torch.is_inference_mode_enabled():
             with torch.inference_mode():
                 return self.run(work)
+        self.hooks.look()
         with self.mapped.unchanged():
             if self.adapters is None:
                 return self._run(work)
@@ -188,7 +189,7 @@ class Runner:
     @property
     def _as_written(self) -> bool:
         """Whether the model's own code must run: it has something that its traces do not know, such as an adapter."""
-        return self._adapted or self._hooks.there
+        return self._adapted or self.hooks.there
 
     def _run(self, work: Sequence[Work]) -> list[Tensor]:
         found: dict[int, Tensor] = {}

@@ -71,24 +71,32 @@ def of_checkpoint(directory: Path, files: Iterable[Path], state_directory: Path 
 
 
 def of_parameters(model: Any) -> str:
-    """Hex digest over the config of a model in memory, and the names, shapes, types and values of its parameters and
-    buffers: the ones too that no checkpoint has, such as rope frequencies.
+    """Hex digest over the config of a model in memory, the settings and the code of its modules, and the names, shapes,
+    types and values of its parameters and buffers: the ones too that no checkpoint has, such as rope frequencies.
     """
     import torch
 
     from stowage.weights.fingerprint import config_bytes
+    from stowage.weights.module_code import settings
 
     source = getattr(model, "stowage", None)
     if source is not None:  # some of its parameters are offloaded
-        named: str = source.identity_of_now()
-        return named
+        return with_code(source.identity_of_now(), model, source.hooks)
     whole = blake3(max_threads=_threads())
-    whole.update(config_bytes(model))
+    whole.update(config_bytes(model) + settings(model))
     for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
         whole.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
         raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         whole.update(memoryview(raw.numpy()))
-    return whole.hexdigest()
+    return with_code(whole.hexdigest(), model)
+
+
+def with_code(identity: str, model: Any, own_hooks: frozenset[int] = frozenset()) -> str:
+    """The ``identity`` of ``model``, or another one where code of others is in it (`code_of_others`)."""
+    from stowage.weights.module_code import code_of_others
+
+    code = code_of_others(model, own_hooks)
+    return blake3(bytes.fromhex(identity) + code).hexdigest() if code else identity
 
 
 def _threads() -> int:

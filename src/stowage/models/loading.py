@@ -122,8 +122,9 @@ def load(
         if on_cpu:
             rearrange(built)
         reads = tokenizer if tokenizer or whole else found.tokenizer()
+        own_hooks = source.hooks if source is not None else frozenset()
         return Loaded(
-            *(built, reads, name, str(model), source),
+            *(built, reads, identity.with_code(name, built, own_hooks), str(model), source),
             placeholders=part.placeholders,
             renamed=part.renamed,
             mapped=mapped,

@@ -14,6 +14,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
+from stowage.weights.module_code import settings
 from stowage.weights.offloaded_parameter import OffloadedParameter
 
 _WHOLE_BYTES: Final = 64 << 10
@@ -41,14 +42,15 @@ class Fingerprint:
         self._offloaded = {id(t): (name, t) for name, t in found.items() if isinstance(t, OffloadedParameter)}
         self._marks = {name: _mark(t) for name, t in found.items() if id(t) not in self._offloaded}
         self._names = frozenset(found)
-        self._config = config_bytes(model)
+        self._config = config_bytes(model) + settings(model)
 
     def identity_of(self, model: nn.Module, identity: str) -> str:
         """``identity`` of a model in which nothing was changed; of another one a digest of it and of what was."""
         found, changed = _tensors(model), blake3(bytes.fromhex(identity))
-        same = found.keys() == self._names and config_bytes(model) == self._config
+        config = config_bytes(model) + settings(model)
+        same = found.keys() == self._names and config == self._config
         if not same:
-            changed.update(json.dumps(sorted(self._names - found.keys())).encode() + config_bytes(model))
+            changed.update(json.dumps(sorted(self._names - found.keys())).encode() + config)
         for name, tensor in sorted(found.items()):
             was = self._offloaded.get(id(tensor))
             if was is not None:

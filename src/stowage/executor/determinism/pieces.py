@@ -185,11 +185,17 @@ def slow_path_reason(model: Any) -> str:
 def exact_name(pieces: Pieces, device: torch.device = _CPU) -> str:
     """Everything that exact bits depend on besides the model. Part of the namespace: other bits are not reused."""
     if device.type != "cpu":
-        return f"exact/{_device_name(device)}/torch/{torch.__version__}/{pieces.grid}/alone"
-    torch_kernels = f"{torch.__version__}/{torch.backends.cpu.get_cpu_capability()}/{torch.get_num_threads()}"
+        return f"exact/{torch_name(device)}/{pieces.grid}/alone"
     ours = f"{kernels.instructions()}/{kernels.REVISION}" if is_wanted() else "none"
     alone = "/alone" if pieces.alone else ""
-    return f"exact/{ours}/torch/{torch_kernels}/{pieces.grid}{alone}"
+    return f"exact/{ours}/{torch_name(device)}/{pieces.grid}{alone}"
+
+
+def torch_name(device: torch.device) -> str:
+    """What the bits of torch's own forwards depend on besides shapes and the model."""
+    if device.type != "cpu":
+        return f"{_device_name(device)}/torch/{torch.__version__}"
+    return f"torch/{torch.__version__}/{torch.backends.cpu.get_cpu_capability()}/{torch.get_num_threads()}"
 
 
 def _device_name(device: torch.device) -> str:

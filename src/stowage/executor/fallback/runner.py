@@ -16,6 +16,7 @@ from torch import Tensor
 from stowage.executor.batch import Work
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.fallback.cache_layers import Pooled, TokenSpan
+from stowage.executor.replay.calls.hooks import Hooks
 from stowage.models.adapters import Adapters
 from stowage.models.layout import ModelLayout
 from stowage.models.state_access import forward, keeper_of
@@ -51,9 +52,10 @@ class FallbackRunner:
         heads = max(int(getattr(config, name, None) or 1) for name in ("num_attention_heads", "index_n_heads"))
         self._scores_max = (scores_bytes_max or SCORES_BYTES_MAX) // (4 * heads)
         self._mode = mode or nullcontext()
+        self.hooks = Hooks(model, getattr(model, "stowage", None))
         self.adapters: Adapters | None = None
         self.mapped = MappedFiles()
-        """Both: see ``Runner``."""
+        """See ``Runner``."""
 
     def close(self) -> None:
         """The model was not changed."""
@@ -65,6 +67,7 @@ class FallbackRunner:
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Tensor]:
         """See ``Runner.run``."""
+        self.hooks.look()
         with self.mapped.unchanged():
             return [self._adapted(item) for item in work]
 

@@ -25,6 +25,8 @@ from stowage.models.adapters import refuse_adapters
 from stowage.models.probing import cache_name
 from stowage.plugins.transformers.caches import held
 from stowage.plugins.transformers.layout import CacheLayout, classify, refuse_config
+from stowage.weights.fingerprint import config_bytes
+from stowage.weights.module_code import hooks_of_others
 from stowage.weights.offloaded_parameter import OffloadedParameter
 
 _PIECE_TOKENS, _REST_TOKENS = 24, 2
@@ -54,7 +56,7 @@ class CachedModel:
         _refuse_training(self.model)
         if _mark(self.model) != self._mark:
             raise ModelError(
-                "the model's weights were changed, replaced or moved since this PrefixCache was made, so prefixes "
+                "the model's weights, config or hooks were changed since this PrefixCache was made, so prefixes "
                 "would be kept under a name that is not theirs: close it and make a new one."
             )
 
@@ -183,12 +185,15 @@ def _refuse(model: Any) -> None:
 
 
 def _mark(model: Any) -> int:
-    """Changes whenever a parameter or buffer is replaced, moved, written in place by an operation, or an adapter is
-    added.
+    """Changes whenever a parameter or buffer is replaced, moved, written in place by an operation, the config is
+    changed, or an adapter, a hook or another forward is put in.
 
     What is written through ``parameter.data`` goes unseen.
     """
     found: list[object] = [bool(getattr(model, "peft_config", None)), getattr(model.config, "_attn_implementation", "")]
+    own = model.stowage.hooks if getattr(model, "stowage", None) is not None else frozenset()
+    found += [config_bytes(model), hooks_of_others(model, own)]
+    found += [id(module.__dict__.get("forward")) for module in model.modules()]
     for parameter in (*model.parameters(), *model.buffers()):
         if isinstance(parameter, OffloadedParameter):  # what it shows is the checkpoint's, and nobody can write to it
             found.append((id(parameter), parameter.dtype))

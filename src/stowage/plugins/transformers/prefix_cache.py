@@ -35,6 +35,7 @@ from stowage.core.geometry import Geometry, Kind
 from stowage.core.groups import snapshot_spacing, strategy
 from stowage.core.key import SequenceKeys, namespace
 from stowage.errors import ConfigError, StowageError
+from stowage.executor.determinism.pieces import torch_name
 from stowage.executor.peak_compute import prefill_tokens_per_s_most
 from stowage.models.loading import Loaded
 from stowage.models.namespace import block_tokens_of, namespace_fields
@@ -260,8 +261,10 @@ class PrefixCache:
 
     def _keys(self, rows: Rows, length: int) -> list[SequenceKeys]:
         """The keys of each row's first ``length`` tokens; they can be extended."""
-        # As one of several rows a prompt is computed in another shape.
-        name = namespace({"prompts": self._namespace.hex(), "rows": rows.count}) if self._exact else self._namespace
+        name = self._namespace
+        if self._exact:  # as one of several rows a prompt is computed in another shape
+            numerics = torch_name(self._cached_model.model.device)
+            name = namespace({"prompts": name.hex(), "rows": rows.count, "torch": numerics})
         found = [SequenceKeys(name, self._groups) for _ in rows.tokens]
         for keys, tokens in zip(found, rows.tokens, strict=True):
             keys.extend(tokens, length)

@@ -21,6 +21,7 @@ from stowage.errors import StorageError
 from stowage.executor.batch import Work
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
 from stowage.executor.block_table import OFFLOADED
+from stowage.executor.replay.calls.hooks import Hooks
 from stowage.models.layout import visible
 from stowage.testing.engine_sim.profile import EngineFaults
 from stowage.testing.sim.content import Violation
@@ -129,6 +130,7 @@ class PlayedModel:
         self._groups = [(pool, pool.storage.numpy().view(np.int64)) for pool in pools]
         self._arena = arena.view(np.int64) if arena is not None else None
         self._hashes: dict[int, list[int]] = {}
+        self.hooks = Hooks(torch.nn.Module(), None)
         self.excused: set[int] = set()
         self.broken = False
         self.forwards = 0
