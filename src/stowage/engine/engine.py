@@ -269,7 +269,6 @@ class Engine:
         hooks = self.parts.runner.hooks.seen()
         space = namespace_for_adapter(hooks.apart(self.parts.namespace), adapter)
         tokens = self.prompts.read(prompt)
-        room = self.parts.layout.context_tokens - len(tokens) + 1
         grammar = None if (wanted := params.structured_outputs) is None else self.grammars.begin(wanted)
         sequence = Sequence(
             id=next(self._ids),
@@ -282,7 +281,7 @@ class Engine:
             text=detokenizer(self.tokenizer, tokens, params, self._eos),
             prompt_tokens=len(tokens),
             own_from=sys.maxsize if self.parts.pieces.whole else len(tokens),
-            new_tokens_max=min(params.max_new_tokens, room),
+            new_tokens_max=min(params.max_new_tokens, self.parts.layout.context_tokens - len(tokens) + 1),
             exact=self.exact,
             hooks=hooks,
         )
