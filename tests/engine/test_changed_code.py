@@ -16,7 +16,9 @@ from transformers.models.llama import modeling_llama
 from stowage import Engine, Memory, SamplingParams, offload
 from stowage.engine.request import Completion, Delta
 from stowage.models import identity, loading
+from stowage.models.state_access import keeper_of
 from stowage.testing import tiny_models
+from stowage.weights.module_code import hooks_of_others
 
 PROMPT = list(range(3, 200))
 
@@ -158,3 +160,13 @@ def test_a_hook_that_came_and_went_while_a_request_ran() -> None:
         request = engine.submit(PROMPT[:100], SamplingParams(max_new_tokens=100, ignore_eos=True), come_and_go)
         assert request.wait(60)
         assert reused(ask(engine, PROMPT[:100] + request.result().token_ids)) == 64
+
+
+def test_what_a_family_has_on_it_while_it_computes_are_no_hooks_of_others() -> None:
+    """RWKV's layers are divided by hooks; a request that is submitted meanwhile shares as any other."""
+    model = tiny_models.build("rwkv")
+    with keeper_of(model).at_work(model):
+        assert any(module._forward_hooks for module in model.modules())
+        assert not hooks_of_others(model)
+    model.rwkv.register_forward_hook(louder)
+    assert hooks_of_others(model)

@@ -296,9 +296,19 @@ def _packed_files(directory: Path, config: Any, files: list[Path]) -> list[Path]
     return files
 
 
+def refuse_divided(config: Any) -> None:
+    """Raise UnsupportedModelError if a model of this ``config``, whose weights are quantized, writes to weights."""
+    if config.model_type == "rwkv" and config.rescale_every:
+        raise UnsupportedModelError(
+            "RWKV divides weights of its deeper layers before it answers, and quantized ones do not take that: give "
+            "the checkpoint with weights of 16 or 32 bits."
+        )
+
+
 def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str, Any]) -> Any:
     """The model that Transformers builds of ``part``, whole. Raises CheckpointError."""
     if modules.marked(part.config):
+        refuse_divided(part.config)
         options = {**options, "variant": modules.VARIANT}
     with _told(directory, options), readable(weight_files(directory)):
         model, report = load_with(part).from_pretrained(
@@ -324,6 +334,7 @@ def load_planned(path: Path, part: TextPart, plan: Plan, dtype: str, options: Ma
     from stowage.weights.quantized import published
 
     config = copy.deepcopy(part.config)
+    refuse_divided(config)
     config.quantization_config = published.mark(plan)
     with _told(path, options):
         model, report = class_of(part).from_pretrained(

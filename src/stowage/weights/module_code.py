@@ -27,9 +27,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 logger = logging.getLogger("stowage.models")
-_NAMED: Final = frozenset({"torch", "transformers", "accelerate", "stowage"})
+_NAMED: Final = frozenset({"torch", "transformers", "accelerate", "stowage", "safetensors", "huggingface_hub", "numpy"})
 """Packages whose code is what its name and their versions say, like the standard library's."""
-_NOT_CONTENT: Final = frozenset({"training", "forward", "name_or_path", "warnings_issued", "stowage", "hf_device_map"})
+_NOT_CONTENT: Final = frozenset(
+    {"training", "forward", "name_or_path", "warnings_issued", "stowage", "hf_device_map", "layer_types"}
+)
+"""``layer_types``: the config has them, and Cohere's Compass keeps them as a set, in another order in each process."""
+_PASSING: Final = "stowage.models.state_access"
+"""Its hooks are on a model while it computes, and are how its family is computed: another thread may see them."""
 _FUNCTIONS: Final = (types.FunctionType, types.MethodType, functools.partial, type)
 _PLAIN: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
 
@@ -62,8 +67,11 @@ def code_of_others(model: nn.Module, own: frozenset[int] = frozenset()) -> bytes
 
 def hooks_of_others(model: nn.Module, own: frozenset[int] = frozenset()) -> frozenset[int]:
     """The numbers of the hooks on its modules and on all modules, except ``own``."""
-    everywhere = {*torch_module._global_forward_hooks, *torch_module._global_forward_pre_hooks}
-    return frozenset(everywhere.union(*({*m._forward_hooks, *m._forward_pre_hooks} for m in model.modules())) - own)
+    found = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+    for module in model.modules():
+        found += [module._forward_hooks, module._forward_pre_hooks]
+    every = (number for hooks in found for number, hook in tuple(hooks.items()) if _module_of(hook) != _PASSING)
+    return frozenset(every) - own
 
 
 class _Found:
