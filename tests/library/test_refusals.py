@@ -65,9 +65,15 @@ def quantised() -> nn.Module:
         (lambda: nn.Linear(2, 2), UnsupportedModelError, "Linear is no Transformers model"),
         (lambda: own("minimax"), UnsupportedModelError, "a cache of a class of its own"),
         (lambda: own("mpt"), UnsupportedModelError, "its whole prompt again"),
+        (lambda: own("recurrent_gemma"), UnsupportedModelError, "keeps a state outside of its cache"),
+        (lambda: own("doge"), UnsupportedModelError, "attends to tokens that come later"),
+        (lambda: own("big_bird"), UnsupportedModelError, "attends to tokens that come later"),
+        (lambda: own("xlstm"), UnsupportedModelError, "does not run with Transformers' dynamic cache"),
         (lambda: own("gemma3", sliding_window=3), UnsupportedModelError, "window of 3"),
     ],
-    ids="seq2seq pictures adapters quantised meta training jamba rope linear minimax mpt window".split(),
+    ids=(
+        "seq2seq pictures adapters quantised meta training jamba rope linear minimax mpt state doge later xlstm window"
+    ).split(),
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_models(make, error, says):

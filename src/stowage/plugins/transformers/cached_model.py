@@ -3,13 +3,16 @@
 Owns the weights' identity and its guard. Everything that a stored byte depends on is found out once; before every use a
 cheap check raises an error if the model was changed meanwhile.
 
-Not every family can be continued from a cache with more than one token: some silently restart their recurrent state. So
-each model is tried once: a prompt computed in two pieces must come much nearer to the prompt computed whole than the
-same two pieces do when the states that the first one left are zeroed in between.
+Not every family can be continued from a cache with more than one token: some silently restart their recurrent state,
+some keep a state in their modules, and some attend to tokens that come later. So each model is tried once, with two
+prompts that begin alike. What both begin with must be computed alike, and the last token of one whatever was computed
+before its prompt went on. A prompt in two pieces must come much nearer to the prompt computed whole than the same two
+pieces do when the states that the first one left are zeroed in between.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,15 +25,18 @@ from stowage.errors import ModelError, RequestError, UnsupportedModelError
 from stowage.executor import attention
 from stowage.models import identity
 from stowage.models.adapters import refuse_adapters
-from stowage.models.probing import cache_name
+from stowage.models.probing import RAISED_BY_MODELS, cache_name
 from stowage.plugins.transformers.caches import held
 from stowage.plugins.transformers.layout import CacheLayout, classify, refuse_config
 from stowage.weights.fingerprint import config_bytes
 from stowage.weights.module_code import hooks_of_others
 from stowage.weights.offloaded_parameter import OffloadedParameter
 
-_PIECE_TOKENS, _REST_TOKENS = 24, 2
+_ALIKE_TOKENS, _PIECE_TOKENS, _REST_TOKENS = 8, 24, 2
 _NEARER = 0.5
+_ROUNDING = 0.02
+"""More than rounding changes logits in 16 bits, of their norm. A model that attends to later tokens changed those of
+each token by 0.3 or more."""
 _APART = 0.3
 """Keys of the same tokens differ by rounding, some hundredths in 16 bits; those of others by about 1.4, both of their
 norm."""
@@ -69,12 +75,16 @@ class CachedModel:
         """Compute tokens ``ids`` ``[rows, tokens]``, the first of which stands at ``begin``, on top of ``cache``; the
         logits of the last, ``[rows, vocab]``. Waits until the device is done.
         """
-        positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
-        given = {cache_name(self.model): cache}
-        out = self.model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **given)
-        last: Tensor = out.logits[:, -1]
+        last = self._logits(ids, begin, cache, logits_to_keep=1)[:, -1]
         float(last[0, 0])
         return last
+
+    def _logits(self, ids: Tensor, begin: int, cache: Any, logits_to_keep: int = 0) -> Tensor:
+        """``[rows, tokens, vocab]``; ``logits_to_keep``: of so many tokens at the end, 0: of all."""
+        positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
+        given = {cache_name(self.model): cache, "logits_to_keep": logits_to_keep}
+        found: Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=True, **given).logits
+        return found
 
     @torch.no_grad()
     def check_rows(self, cache: Any, tokens: list[list[int]]) -> None:
@@ -100,30 +110,63 @@ class CachedModel:
                 "keeps it."
             )
 
+    @torch.no_grad()
     def _prove(self, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> CacheLayout:
-        vocab = int(self.model.config.vocab_size)
-        ids = torch.tensor([[(7919 * index + 13) % vocab for index in range(_PIECE_TOKENS + _REST_TOKENS)]])
-        ids = ids.to(self.model.device)
-        whole = self.forward(ids, 0, DynamicCache(config=self.model.config))
-        cache = DynamicCache(config=self.model.config)
-        self.forward(ids[:, :_PIECE_TOKENS], 0, cache)
+        try:
+            return self._tried(block_tokens, chunk_blocks)
+        except RAISED_BY_MODELS as error:
+            raise UnsupportedModelError(
+                f"a model of type {self.model.config.model_type!r} does not run with Transformers' dynamic cache, in "
+                f"which prefixes are kept: {error}. It is not supported here."
+            ) from error
+
+    def _tried(self, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> CacheLayout:
+        ids, other = self._prompts()
+        begin, rest = ids[:, :_PIECE_TOKENS], ids[:, _PIECE_TOKENS:]
+        whole, cache = self._logits(ids, 0, self._fresh()), self._fresh()
+        self.forward(begin, 0, cache)
         layout = classify(cache, block_tokens, chunk_blocks)
-        continued = self.forward(ids[:, _PIECE_TOKENS:], _PIECE_TOKENS, cache)
+        again, after = copy.deepcopy(cache), copy.deepcopy(cache)
+        alone = self.forward(rest[:, :1], _PIECE_TOKENS, cache)
+        apart = _distances(whole, self._logits(other, 0, self._fresh()))[:_ALIKE_TOKENS]
+        if bool((apart > _ROUNDING).all()):
+            raise self._unlike("attends to tokens that come later", "Transformers gives it no causal mask")
+        between = self.forward(rest[:, :1], _PIECE_TOKENS, after)
+        if not torch.equal(alone, between) and (ids.device.type == "cpu" or _far(alone, between) > _ROUNDING):
+            raise self._unlike(
+                "keeps a state outside of its cache", "another prompt changes what it goes on to compute"
+            )
+        continued = self.forward(rest, _PIECE_TOKENS, again)
         recurrent = [la for b in layout.blocks if b.group.kind is Kind.RECURRENT for la in b.layers]
         for name in sorted({name for layer in recurrent for name, _ in layer.states}):
-            cache = DynamicCache(config=self.model.config)
-            self.forward(ids[:, :_PIECE_TOKENS], 0, cache)
+            cache = self._fresh()
+            self.forward(begin, 0, cache)
             for layer in recurrent:
                 for state in getattr(cache.layers[layer.index], name).values():
                     state.zero_()
-            forgotten = self.forward(ids[:, _PIECE_TOKENS:], _PIECE_TOKENS, cache)
-            if _distance(whole, continued) > _NEARER * _distance(whole, forgotten):
-                raise UnsupportedModelError(
-                    f"a model of type {self.model.config.model_type!r} that goes on from a cache with more than one "
-                    "token does not compute what it computes in one go (Transformers forgets a recurrent state then): "
-                    "a restored prefix would change answers. It is not supported."
+            forgotten = self.forward(rest, _PIECE_TOKENS, cache)
+            if _far(whole, continued) > _NEARER * _far(whole, forgotten):
+                raise self._unlike(
+                    "that goes on from a cache with more than one token does not compute what it computes in one go",
+                    "Transformers forgets a recurrent state then",
                 )
         return layout
+
+    def _fresh(self) -> DynamicCache:
+        return DynamicCache(config=self.model.config)
+
+    def _prompts(self) -> tuple[Tensor, Tensor]:
+        """Two that begin alike and end otherwise."""
+        at, vocab = torch.arange(_PIECE_TOKENS + _REST_TOKENS)[None], int(self.model.config.vocab_size)
+        ids = (7919 * at + 13) % vocab
+        other = torch.where(at < _ALIKE_TOKENS, ids, (6007 * at + 29) % vocab)
+        return ids.to(self.model.device), other.to(self.model.device)
+
+    def _unlike(self, what: str, why: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"a model of type {self.model.config.model_type!r} {what} ({why}): a restored prefix would change answers. "
+            "It is not supported."
+        )
 
 
 class _Found(Exception):
@@ -141,8 +184,14 @@ class _FirstKeys(DynamicCache):  # type: ignore[misc]
         raise _Found(layer_idx, key_states)
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one.float() - other.float()).norm())
+def _distances(one: Tensor, other: Tensor) -> Tensor:
+    """Of each token's logits, as parts of their norm."""
+    return ((one.float() - other.float()).norm(dim=-1) / one.float().norm(dim=-1)).flatten()
+
+
+def _far(one: Tensor, other: Tensor) -> float:
+    """The distance of the last token's logits."""
+    return float(_distances(one.view(-1, one.shape[-1])[-1], other[-1]))
 
 
 _NOT_RESUMED = {
