@@ -38,6 +38,5 @@ class PublishedLedger(Ledger):
         return slots
 
     def commit(self, slots: IntArray) -> None:
-        """See `Ledger`."""
         super().commit(slots)
         self._table.changes[0] += 1

@@ -48,7 +48,7 @@ class _Event:
 
 
 class CudaCopies(SynchronousCopies):
-    """Copies of KV blocks. ``pinned``: the arena; its owner unpins it. One thread calls."""
+    """``DeviceCopies`` of KV blocks. ``pinned``: the arena; its owner unpins it. One thread calls."""
 
     def __init__(self, device: torch.device, pinned: Pinned | None) -> None:
         super().__init__(device)
@@ -61,7 +61,6 @@ class CudaCopies(SynchronousCopies):
         return self._pinned is not None and self._pinned.whole
 
     def to_host(self, staging: Tensor, host: Tensor, runs: Sequence[StagedRun]) -> CopyTicket | None:
-        """See ``DeviceCopies``."""
         self._store_stream.wait_stream(torch.cuda.current_stream(self.device))
         staging.record_stream(self._store_stream)  # its memory is not reused before it was copied
         with torch.cuda.stream(self._store_stream):
@@ -70,7 +69,6 @@ class CudaCopies(SynchronousCopies):
         return self._ticket(self._store_stream)
 
     def to_device(self, nbytes: int, host: Tensor, runs: Sequence[StagedRun]) -> tuple[Tensor, CopyTicket | None]:
-        """See ``DeviceCopies``."""
         staging = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         for begin, offset, count in runs:
             staging[begin : begin + count].copy_(host[offset : offset + count], non_blocking=self.asynchronous)
@@ -85,7 +83,7 @@ class CudaCopies(SynchronousCopies):
 
 
 class CudaCarrier:
-    """Copies weights to the device on a stream of its own, while the device computes from earlier ones."""
+    """A ``Carrier``: copies weights on a stream of its own, while the device computes from earlier ones."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -100,16 +98,13 @@ class CudaCarrier:
         return bool(self._pinned) and all(pinned is not None and pinned.whole for pinned in self._pinned)
 
     def pin(self, memory: NDArray[np.uint8]) -> Pinned | None:
-        """See ``weights.device_prefetcher.Carrier``."""
         self._pinned.append(pin(memory, self.device))
         return self._pinned[-1]
 
     def view(self, memory: Tensor) -> Tensor:
-        """See ``weights.device_prefetcher.Carrier``."""
         return mapped(memory, self.device)
 
     def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket | None:
-        """See ``weights.device_prefetcher.Carrier``."""
         computed = {self._computed.pop(buffer, None) for buffer in buffers}
         if None in computed:  # never used: work on the earlier owner of its memory may not be over
             self._load_stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -127,17 +122,14 @@ class CudaCarrier:
         return None
 
     def use(self, buffers: Sequence[int]) -> None:
-        """See ``weights.device_prefetcher.Carrier``."""
         for event in {self._copied[buffer] for buffer in buffers if buffer in self._copied}:
             event.before(torch.cuda.current_stream(self.device))
 
     def computed(self, buffers: Sequence[int]) -> None:
-        """See ``weights.device_prefetcher.Carrier``."""
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         self._computed.update(dict.fromkeys(buffers, event))
 
     def forget(self) -> None:
-        """See ``weights.device_prefetcher.Carrier``."""
         self._computed.clear()
         self._copied.clear()

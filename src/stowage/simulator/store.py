@@ -53,7 +53,7 @@ class EventQueue:
 
 
 class SimulatedStore:
-    """A tiered store without bytes. `contents`: of its tiers, fastest first. `chunks_max`: the most in host memory.
+    """A `TieredStore` without bytes. `contents`: of its tiers, fastest first. `chunks_max`: the most in host memory.
     `progress` is called when a transfer has ended, or a deadline has passed. `unanswered`: the object store has not
     answered the look-up yet.
     """
@@ -92,7 +92,6 @@ class SimulatedStore:
     # What the planner asks
 
     def locate(self, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
-        """See `TieredStore`."""
         masks, sources = self.flow.locate(keys, self.now_s)
         if self.unanswered:
             hidden = sources == len(self.tiers)
@@ -100,11 +99,9 @@ class SimulatedStore:
         return masks, sources
 
     def sources(self, keys: list[bytes]) -> SourceArray:
-        """See `TieredStore`."""
         return self.flow.sources(keys, self.now_s)
 
     def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
-        """See `TieredStore`."""
         fetch = self.flow.fetch(wanted, deadline_s, self.now_s)
         self.act(self.now_s)
         if not fetch.done:
@@ -113,7 +110,6 @@ class SimulatedStore:
 
     @property
     def probes(self) -> bool:
-        """See `TieredStore`."""
         return self._scenario.objects
 
     def probe(

@@ -169,27 +169,23 @@ class _PlanTicket:
 
 
 class SynchronousCopies:
-    """For any torch device: every copy is complete when the call returns."""
+    """``DeviceCopies`` of any torch device: every copy is complete when the call returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def gather(self, storage: Tensor, rows: NDArray[np.int64]) -> Tensor:
-        """See ``DeviceCopies``."""
         return storage.index_select(0, self._on_device(rows)).view(-1)
 
     def scatter(self, storage: Tensor, rows: NDArray[np.int64], staging: Tensor) -> None:
-        """See ``DeviceCopies``."""
         storage.index_copy_(0, self._on_device(rows), staging.view(len(rows), -1))
 
     def to_host(self, staging: Tensor, host: Tensor, runs: Sequence[StagedRun]) -> CopyTicket | None:
-        """See ``DeviceCopies``."""
         for begin, offset, nbytes in runs:
             host[offset : offset + nbytes].copy_(staging[begin : begin + nbytes])
         return None
 
     def to_device(self, nbytes: int, host: Tensor, runs: Sequence[StagedRun]) -> tuple[Tensor, CopyTicket | None]:
-        """See ``DeviceCopies``."""
         staging = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         for begin, offset, count in runs:
             staging[begin : begin + count].copy_(host[offset : offset + count])

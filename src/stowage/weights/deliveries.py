@@ -147,7 +147,6 @@ class Deliveries:
     # Around forwards (``forward_passes.PassCallbacks``)
 
     def recover(self, *, forked: bool) -> None:
-        """See ``forward_passes.PassCallbacks``."""
         if forked and self._carrier is not None:
             raise ModelError(
                 f"this process was forked after the model was loaded, and {self.device} belongs to the one that loaded "
@@ -175,18 +174,15 @@ class Deliveries:
             self._experts.reset()
 
     def hide(self) -> None:
-        """See ``forward_passes.PassCallbacks``."""
         for part in self._comers:
             part.take_back()
 
     def begin_pass(self) -> None:
-        """See ``forward_passes.PassCallbacks``."""
         self._asked = []
         if self._device_prefetcher is not None:
             self._device_prefetcher.begin_pass()
 
     def end_pass(self, whole: bool) -> None:
-        """See ``forward_passes.PassCallbacks``."""
         order, self._asked = self._asked, []
         if self._device_prefetcher is not None:
             self._device_prefetcher.end_pass()

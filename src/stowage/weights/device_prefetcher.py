@@ -80,7 +80,7 @@ class Carrier(Protocol):
 
 
 class PlainCarrier:
-    """For any torch device: copies are complete when the call returns."""
+    """A ``Carrier`` to any torch device: copies are complete when the call returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -96,7 +96,6 @@ class PlainCarrier:
         return memory
 
     def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> PrefetchTicket | None:
-        """See ``Carrier``."""
         for there, here in pairs:
             there.copy_(here)
         return None

@@ -72,7 +72,6 @@ class NativeCostAware(CostAware):
         return len(self._kernel)
 
     def order(self) -> tuple[list[tuple[int, int, list[int]]], list[int], list[int]]:
-        """See `CostAware.order`."""
         return sorted(self._kernel.runs()), self._kernel.held(), self._kernel.due()
 
     def _make_order(self, slots: int) -> None:

@@ -89,12 +89,10 @@ class Paged(GroupStrategy):
         """The first token that a query at each position reads. Never decreases with the position."""
 
     def needed_blocks(self, boundary: int) -> range:
-        """See GroupStrategy."""
         self._check_boundary(boundary)
         return range(self.first_live_block(boundary), boundary // self.group.block_tokens)
 
     def resume_points(self, masks: MaskArray, limit: int, step: int) -> BoolArray:
-        """See GroupStrategy."""
         boundaries = self._boundaries(limit, step)
         ends = boundaries // self.group.block_tokens
         starts = self.first_tokens(boundaries) // self.group.block_tokens
@@ -108,7 +106,6 @@ class Paged(GroupStrategy):
         return servable
 
     def first_live_block(self, position: int) -> int:
-        """See GroupStrategy."""
         return int(self.first_tokens(np.array([position], dtype=np.int64))[0]) // self.group.block_tokens
 
 

@@ -16,5 +16,4 @@ class Chunked(Paged):
     """A query at p reads [p // window * window, p], with the window being the attention chunk's size."""
 
     def first_tokens(self, positions: IntArray) -> IntArray:
-        """See Paged."""
         return positions // self.group.window * self.group.window

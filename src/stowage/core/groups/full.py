@@ -15,9 +15,7 @@ class Full(Paged):
     """A query at p reads [0, p]; nothing is ever freed."""
 
     def first_tokens(self, positions: IntArray) -> IntArray:
-        """See Paged."""
         return np.zeros_like(positions)
 
     def first_live_block(self, position: int) -> int:
-        """See GroupStrategy."""
         return 0

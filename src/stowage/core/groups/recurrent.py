@@ -29,7 +29,6 @@ class Recurrent(GroupStrategy):
     """
 
     def needed_blocks(self, boundary: int) -> range:
-        """See GroupStrategy."""
         self._check_boundary(boundary)
         snapshots = boundary // self.group.block_tokens
         if self.group.spared_tokens and boundary % self.group.spared_tokens == 0:
@@ -37,7 +36,6 @@ class Recurrent(GroupStrategy):
         return range(max(snapshots - 1, 0), snapshots)
 
     def resume_points(self, masks: MaskArray, limit: int, step: int) -> BoolArray:
-        """See GroupStrategy."""
         snapshots = self._boundaries(limit, step) // self.group.block_tokens
         # taken[n]: is there a state after n blocks of tokens? The empty state, n = 0, always is.
         taken = np.zeros(int(snapshots[-1]) + 1, dtype=np.bool_)

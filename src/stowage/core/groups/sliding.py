@@ -18,5 +18,4 @@ class Sliding(Paged):
     """A query at p reads [max(0, p - (window - 1)), p]."""
 
     def first_tokens(self, positions: IntArray) -> IntArray:
-        """See Paged."""
         return np.maximum(positions - (self.group.window - 1), 0)

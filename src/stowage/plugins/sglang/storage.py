@@ -56,7 +56,6 @@ class StowageStorage(HiCacheStorage):
     # Opening
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """See the base."""
         super().register_mem_pool_host(mem_pool_host)
         self.registered_pools[KV] = mem_pool_host
 
@@ -98,7 +97,6 @@ class StowageStorage(HiCacheStorage):
         return present
 
     def exists(self, key: str) -> bool:
-        """See the base."""
         return self._safely(lambda: self._present(KV, [key])[0], False)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
@@ -137,25 +135,21 @@ class StowageStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """See the base."""
         return self._safely(lambda: self._read(KV, keys, host_indices), [False] * len(keys))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """See the base."""
         return self._safely(lambda: self._write(KV, keys, host_indices), [False] * len(keys))
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """See the base."""
         return {one.name: self._each(one, self._read) for one in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """See the base."""
         return {one.name: self._each(one, self._write) for one in transfers}
 
     def _each(self, transfer: PoolTransfer, move: Callable[[str, list[str], Tensor], list[bool]]) -> list[bool]:
@@ -220,7 +214,6 @@ class StowageStorage(HiCacheStorage):
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Tensor | None]:
-        """See the base."""
         targets = list(target_locations or [None] * len(keys))
         return self._safely(lambda: self._get(keys, targets), [None] * len(keys))
 
@@ -236,13 +229,11 @@ class StowageStorage(HiCacheStorage):
         return [target if key in found else None for key, target in zip(keys, targets, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """See the base."""
         return self.batch_set([key], [value])
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """See the base."""
         return self._safely(lambda: self._set(keys, values), False)
 
     def _set(self, keys: list[str], values: Sequence[Tensor]) -> bool:

@@ -84,7 +84,6 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
         return step
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """See the base."""
         assert self._worker is not None
         around = weight_updates.worker_around()
         self._worker.register(kv_caches, None if around is None else weight_updates.Changes(around))
@@ -95,7 +94,6 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._told_in_reports else self._worker.part()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See the base."""
         assert self._worker is not None
         self._worker.begin_loads(self._step)
 
@@ -106,19 +104,16 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are stored when the whole step is computed."""
 
     def wait_for_save(self) -> None:
-        """See the base."""
         assert self._worker is not None
         self._worker.store(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See the base."""
         assert self._worker is not None
         busy = self._step.busy if self.has_connector_metadata() else True
         ended, failed = self._worker.results(busy)
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> Report | None:
-        """See the base."""
         assert self._worker is not None
         if self._never_told_to_save and self.has_connector_metadata():
             self._worker.store(
@@ -129,38 +124,31 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
     # In the scheduler
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
-        """See the base."""
         assert self._scheduler is not None
         if not self._told_in_reports:
             self._scheduler.connect(metadata)
 
     def on_new_request(self, request: Any) -> None:
-        """See the base."""
         assert self._scheduler is not None
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See the base."""
         assert self._scheduler is not None
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See the base."""
         assert self._scheduler is not None
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """See the base."""
         assert self._scheduler is not None
         return self._scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """See the base."""
         assert self._scheduler is not None
         self._scheduler.reported(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See the base."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -178,12 +166,10 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and (self._reporter.behind or self._scheduler.behind)
 
     def take_events(self) -> Iterable[Any]:
-        """See the base."""
         assert self._scheduler is not None
         return self._scheduler.events()
 
     def reset_cache(self) -> bool:
-        """See the base."""
         assert self._scheduler is not None
         return self._scheduler.reset()
 
@@ -194,19 +180,16 @@ class StowageConnector(KVConnectorBase_V1, SupportsHMA):
         return self._reporter.report() if self._scheduler is not None else None
 
     def shutdown(self) -> None:
-        """See the base."""
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        """See the base."""
         return Stats(data)
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> Metrics:
-        """See the base."""
         return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

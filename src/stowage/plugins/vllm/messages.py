@@ -109,7 +109,6 @@ class Report(KVConnectorWorkerMetadata):
         return bool(self.ended or self.failed or self.loaded_bytes or self.stored_bytes)
 
     def aggregate(self, other: Any) -> Report:
-        """See KVConnectorWorkerMetadata."""
         self.step = max(self.step, other.step)
         for number, count in other.ended.items():
             self.ended[number] = self.ended.get(number, 0) + count

@@ -34,11 +34,9 @@ class Stats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        """See KVConnectorStats."""
         self.data: dict[str, dict[str, float]] = {"counters": {}, "gauges": {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """See KVConnectorStats."""
         for name, value in other.data.get("counters", {}).items():
             self.data["counters"][name] = self.data["counters"].get(name, 0) + value
         self.data["gauges"].update(other.data.get("gauges", {}))
@@ -60,7 +58,6 @@ class Stats(KVConnectorStats):
         return line
 
     def is_empty(self) -> bool:
-        """See KVConnectorStats."""
         return not self.data["counters"] and not self.data["gauges"]
 
 
@@ -145,7 +142,6 @@ class Metrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """See KVConnectorPromMetrics."""
         values = self._values.get(engine_idx, [])
         for name, value in transfer_stats_data.get("counters", {}).items():
             if (series := self._labelled(name, values)) is not None:

@@ -142,7 +142,6 @@ class PlayedModel:
         """Nothing was put into a model."""
 
     def run(self, work: Sequence[Work]) -> list[Tensor]:
-        """See `Runner.run`."""
         self.forwards += 1
         self._loop.sleep(STEP_S + TOKEN_S * sum(item.count for item in work))
         if self._faults.strikes("undelivered"):

@@ -69,7 +69,6 @@ class PlayedCopies:
         self._closed = False
 
     def store(self, plan: CopyPlan, storage: Tensor) -> _Ticket | None:
-        """See `BlockTransfer`."""
         fails = self._faults.strikes("copy_out_fails")
         blocks = storage.clone()
         self._real.store(plan, blocks.new_full(blocks.shape, JUNK_BYTE))
@@ -83,7 +82,6 @@ class PlayedCopies:
         return None
 
     def load(self, plan: CopyPlan, storage: Tensor) -> _Ticket | None:
-        """See `BlockTransfer`."""
         fails = self._faults.strikes("copy_in_fails")
         if fails:
             storage[plan.blocks] = JUNK_BYTE
@@ -138,14 +136,12 @@ class PlayedTier(Reporter):
         self._hung: list[Transfer] = []
 
     def lookup(self, keys: list[bytes]) -> NDArray[np.uint64]:
-        """See `Tier`."""
         self._may_raise("lookup_raises")
         lies = self._faults.strikes("lookup_lies")
         found = [1 if lies else self._shelf.chunks.get(key, (b"", 0))[1] for key in keys]
         return np.array(found, np.uint64)
 
     def load(self, transfer: Transfer) -> None:
-        """See `Tier`."""
         self._may_raise("load_raises")
         for buffer in transfer.buffers:
             buffer[:] = bytes([JUNK_BYTE]) * len(buffer)
@@ -165,7 +161,6 @@ class PlayedTier(Reporter):
         self._report(Outcome(transfer.id, ok, masks))
 
     def store(self, transfer: Transfer) -> None:
-        """See `Tier`."""
         self._may_raise("store_raises")
         self._later(self._faults.strikes("store_slow"), lambda: self._stored(transfer))
 
@@ -183,20 +178,17 @@ class PlayedTier(Reporter):
         self._report(Outcome(transfer.id, ok, transfer.masks))
 
     def poll(self) -> list[Any]:
-        """See `Tier`."""
         self._may_raise("poll_raises")
         outcomes = super().poll()
         lie: list[Any] = ["done"] if self._faults.strikes("poll_lies") else []
         return [*lie, *outcomes]
 
     def discard(self, keys: list[bytes]) -> None:
-        """See `Tier`."""
         for key in keys:
             self._shelf.chunks.pop(key, None)
         self._may_raise("discard_raises")
 
     def close(self, deadline_s: float) -> None:
-        """See `Tier`."""
         hung, self._hung = self._hung, []
         for transfer in hung:
             count = len(transfer.keys)
@@ -222,7 +214,6 @@ class SharedTier(PlayedTier):
         self._known: set[bytes] = set()
 
     def lookup(self, keys: list[bytes]) -> NDArray[np.uint64]:
-        """See `Tier`."""
         known = np.array([key in self._known for key in keys], np.bool_)
         found: NDArray[np.uint64] = np.where(known, super().lookup(keys), np.uint64(0))
         return found
@@ -232,7 +223,6 @@ class SharedTier(PlayedTier):
         self._known.update(transfer.keys)
 
     def probe(self, inquiries: list[Inquiry]) -> Probe:
-        """See `Probing`."""
         self._may_raise("probe_raises")
         probe = Probe(expected_s=self._process.loop.chance.choice((0.0, 0.001, 1.0)))
 

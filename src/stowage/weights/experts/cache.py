@@ -117,7 +117,6 @@ class ExpertCache(ExpertTable):
 
     @property
     def nbytes(self) -> int:
-        """See ``ExpertTable.nbytes``."""
         return (self.frames + 1) * self._memory.frame_bytes + self._edge_bytes
 
     def forked(self) -> None:
@@ -127,14 +126,12 @@ class ExpertCache(ExpertTable):
         self.reset()
 
     def close(self, ended: bool) -> None:
-        """See ``ExpertTable.close``."""
         if ended:
             for frame in np.flatnonzero(self._layer_in >= 0).tolist():
                 self._evict(frame)
         self._memory.close()
 
     def check(self) -> None:
-        """See ``ExpertTable.check``."""
         self._check_tables()
         assert self._memory.used_bytes <= self.frames * self._memory.frame_bytes
 

@@ -187,7 +187,6 @@ class DeviceExperts(ExpertTable):
         raise AssertionError("a device belongs to one process")
 
     def check(self) -> None:
-        """See ``ExpertTable.check``."""
         self._check_tables()
         assert all(layer.module.num_experts == layer.experts for layer in self.layers)
 

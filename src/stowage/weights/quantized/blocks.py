@@ -56,7 +56,6 @@ class BlockMatrix(PackedMatrix):
 
     @property
     def device(self) -> torch.device:
-        """See PackedMatrix."""
         return next(iter(self.parts.values())).device
 
     @property
@@ -78,7 +77,6 @@ class BlockMatrix(PackedMatrix):
         return out
 
     def as_linear_weight(self) -> BlockMatrix:
-        """See PackedMatrix."""
         return BlockMatrix(self.spec, self.parts, self.values_dtype)
 
     def int8_parts(self) -> None:
@@ -129,11 +127,9 @@ class BlockRows(PackedMatrix):
 
     @property
     def device(self) -> torch.device:
-        """See PackedMatrix."""
         return self.matrices[0].device
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, linear: Callable[..., Tensor] | None = None) -> Tensor:
-        """See PackedMatrix."""
         out = self.joined([matrix.multiply(x, None, linear) for matrix in self.matrices])
         return out if bias is None else out.add_(bias)
 
@@ -142,11 +138,9 @@ class BlockRows(PackedMatrix):
         return joined(outputs, -1, self.interleaved)
 
     def as_linear_weight(self) -> BlockRows:
-        """See PackedMatrix."""
         return BlockRows([matrix.as_linear_weight() for matrix in self.matrices], self.interleaved)
 
     def dequantized(self) -> Tensor:
-        """See BlockMatrix."""
         return joined(
             [matrix.dequantized() for matrix in self.matrices], -1 if self.transposed else 0, self.interleaved
         )

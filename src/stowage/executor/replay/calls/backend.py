@@ -70,7 +70,7 @@ class ModelStep:
 
 
 class CallBackend:
-    """Traces and replays ``model``, whose forwards run in ``mode``. ``weights``: delivers offloaded weights."""
+    """A ``ReplayBackend`` of ``model``, whose forwards run in ``mode``. ``weights``: delivers offloaded weights."""
 
     def __init__(self, model: nn.Module, mode: RowInvariance | None, weights: WeightSource | None) -> None:
         self._model = model
@@ -82,11 +82,9 @@ class CallBackend:
         self._tables = PositionTables()
 
     def shape(self, step: ModelStep) -> StepShape:
-        """See ``ReplayBackend``."""
         return StepShape(step.given[0].shape[0])
 
     def states(self, step: ModelStep) -> Sequence[StateRows]:
-        """See ``ReplayBackend``."""
         return step.states()
 
     def record(self, shape: StepShape, step: ModelStep) -> tuple[RecordedCalls, Tensor | None]:

@@ -67,13 +67,12 @@ class PromptStep:
 
 
 class _PromptBackend:
-    """The replay backend of prompts. ``calls``: the backend that traces steps of the same model."""
+    """The ``ReplayBackend`` of prompts. ``calls``: the backend that traces steps of the same model."""
 
     def __init__(self, calls: CallBackend) -> None:
         self._calls = calls
 
     def shape(self, step: PromptStep) -> StepShape:
-        """See ``ReplayBackend``."""
         return StepShape(step.sequences)
 
     def states(self, step: PromptStep) -> Sequence[StateRows]:
@@ -81,7 +80,6 @@ class _PromptBackend:
         return ()
 
     def record(self, shape: StepShape, step: PromptStep) -> tuple[RecordedRows, None]:
-        """See ``ReplayBackend``."""
         plans, rows = [], []
         for tokens in _WRITTEN:
             with step.part(tokens) as part:
@@ -99,7 +97,6 @@ class _PromptBackend:
         return found, None
 
     def replay(self, recording: RecordedRows, step: PromptStep) -> Tensor:
-        """See ``ReplayBackend``."""
         return self._calls.again(partial(recording.replay, step.given))
 
     def nbytes(self, recordings: Iterable[RecordedRows]) -> int:

@@ -65,8 +65,8 @@ def one_call(function: _Function, *, in_place: bool = False) -> _Function:
 
 
 class _Recording(TorchFunctionMode):
-    """Traces calls. ``given``: the step's input tensors; ``states``: inputs that it changes; ``kept``: constants, by
-    ``id``; ``mode``: computes some functions in another way than torch does.
+    """A ``ForwardRecorder``, which traces calls. ``given``: the step's input tensors; ``states``: inputs that it
+    changes; ``kept``: constants, by ``id``; ``mode``: computes some functions in another way than torch does.
     """
 
     def __init__(
@@ -155,7 +155,6 @@ class _Recording(TorchFunctionMode):
         return found
 
     def leave(self, take_back: Callable[[], None], weights: Sequence[nn.Parameter]) -> None:
-        """See ``ForwardRecorder``."""
         with torch._C.DisableTorchFunction():
             take_back()
         self._did(take_back, (), {}, None)

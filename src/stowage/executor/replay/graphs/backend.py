@@ -64,7 +64,7 @@ class RecordedGraph:
 
 @dataclass(slots=True)
 class GraphBackend:
-    """Graphs of one engine's decode steps.
+    """A ``ReplayBackend``: graphs of one engine's decode steps.
 
     ``forward`` computes the logits ``[sequences, vocab]``, float32, of static inputs, on the device; it is what is
     recorded.
@@ -75,11 +75,9 @@ class GraphBackend:
     recorder: Recorder
 
     def shape(self, step: Sequence[Work]) -> StepShape:
-        """See ``ReplayBackend``."""
         return self.steps.shape(step)
 
     def states(self, step: Sequence[Work]) -> list[StateRows]:
-        """See ``ReplayBackend``."""
         found = []
         for pool in self.steps.pools:
             if pool.group.kind is Kind.RECURRENT:
@@ -109,7 +107,6 @@ class GraphBackend:
         return self.recorder.nbytes + sum(recording.inputs.nbytes for recording in recordings)
 
     def forget(self) -> None:
-        """See ``ReplayBackend``."""
         self.recorder.forget()
 
 
