@@ -52,15 +52,12 @@ class Stalls(Protocol):
 
     def begin(self, every: int) -> None:
         """Each n-th read hangs from now on."""
-        ...
 
     def end(self) -> None:
         """All go on."""
-        ...
 
     def count(self) -> int:
         """How many reads have hung so far."""
-        ...
 
 
 class FakeStalls:

@@ -33,7 +33,6 @@ class Process(Protocol):
 
     def wait(self) -> int:
         """0: it ended well."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,11 +34,9 @@ class Network(Protocol):
 
     def path(self, place: str) -> str:
         """For `enter` in another process; empty where there is nothing to be entered."""
-        ...
 
     def address(self, machine: str, port: int) -> tuple[str, int]:
         """Where that machine finds a server that listens on that port among the stores."""
-        ...
 
     def cut(self, machine: str) -> None: ...
 
@@ -50,7 +48,6 @@ class Network(Protocol):
 
     def lost(self, machine: str) -> int:
         """Packets that its link has lost since it became `lossy`."""
-        ...
 
     def close(self) -> None: ...
 

@@ -38,7 +38,6 @@ class RowKeys(Protocol):
 
     def of(self, group: int) -> list[bytes]:
         """The keys of its chunks."""
-        ...
 
 
 class ChunkFetcher(Protocol):
@@ -46,11 +45,9 @@ class ChunkFetcher(Protocol):
 
     def sources(self, keys: list[bytes]) -> SourceArray:
         """Where a fetch would take each key from: -1 nowhere, 0 host, i + 1 tier i."""
-        ...
 
     def fetch(self, wanted: Sequence[tuple[int, list[bytes]]], deadline_s: float) -> Fetch:
         """Load chunks into host memory and pin them there: (group, keys) pairs."""
-        ...
 
 
 @dataclass(slots=True)

@@ -46,7 +46,6 @@ class ChunkStore(ChunkFetcher, Protocol):
 
     def locate(self, keys: list[bytes]) -> tuple[MaskArray, SourceArray]:
         """The valid blocks of each chunk, and where a fetch would take it from: -1 nowhere, 0 host, i + 1 tier i."""
-        ...
 
 
 @dataclass(slots=True)

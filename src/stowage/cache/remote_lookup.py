@@ -26,11 +26,9 @@ class SharedStore(Protocol):
     @property
     def probes(self) -> bool:
         """Whether there are tiers that must be asked what others put there."""
-        ...
 
     def probe(self, wanted: Sequence[tuple[int, list[bytes]]], certain: Mapping[int, Anchors] = ...) -> list[Probe]:
         """Ask those tiers how far they have a prompt."""
-        ...
 
 
 class RemoteLookup:

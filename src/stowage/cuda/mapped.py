@@ -20,11 +20,9 @@ class Addresses(Protocol):
 
     def attribute(self, number: int, device: int) -> int:
         """A device attribute, 0 where the driver does not know it."""
-        ...
 
     def device_address(self, address: int) -> int:
         """Where the device sees pinned host memory, 0 where it does not."""
-        ...
 
 
 def mapped(memory: Tensor, device: torch.device, driver: Addresses | None = None) -> Tensor:

@@ -35,23 +35,18 @@ class Content(Protocol):
 
     def masks(self, keys: list[bytes]) -> MaskArray:
         """1 for each key that is present, else 0."""
-        ...
 
     def put(self, keys: list[bytes]) -> int:
         """Write the chunks. Returns the bytes written."""
-        ...
 
     def hit(self, keys: Iterable[bytes]) -> None:
         """The chunks were read."""
-        ...
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Forget the chunks."""
-        ...
 
     def check(self) -> None:
         """Assert the invariants."""
-        ...
 
 
 class Objects:

@@ -76,27 +76,21 @@ class Tier(Protocol):
 
     def lookup(self, keys: list[bytes]) -> NDArray[np.uint64]:
         """The valid-block mask of each key, 0 where absent. From an index in memory: maybe stale, never waiting."""
-        ...
 
     def load(self, transfer: Transfer) -> None:
         """Start to fill the buffers. A chunk is ok only if its bytes are those of one completed store of its key."""
-        ...
 
     def store(self, transfer: Transfer) -> None:
         """Start to keep the chunks. A key that is kept already is replaced (asked for only when that gains blocks)."""
-        ...
 
     def poll(self) -> list[Outcome]:
         """The transfers that finished since the last call. Their buffers are the store's again."""
-        ...
 
     def discard(self, keys: list[bytes]) -> None:
         """Forget the keys: look-ups answer absent from now on, and the next store of such a key writes it anew."""
-        ...
 
     def close(self, deadline_s: float) -> None:
         """Stop the workers, waiting until `deadline_s` at most; give up transfers that have not begun."""
-        ...
 
 
 @runtime_checkable
@@ -162,7 +156,6 @@ class Probing(Protocol):
 
     def probe(self, inquiries: list[Inquiry]) -> Probe:
         """Start to find out what the tier has of these chains, in a bounded time. Done at once where it cannot."""
-        ...
 
 
 @runtime_checkable
@@ -171,4 +164,3 @@ class Described(Protocol):
 
     def stats(self) -> dict[str, int | float | str]:
         """Counters and gauges by name (`bytes_used`, `corrupt`, ...). Cheap."""
-        ...

@@ -32,15 +32,12 @@ class Driver(Protocol):
 
     def attribute(self, number: int, device: int) -> int:
         """A device attribute, 0 where the driver does not know it."""
-        ...
 
     def register(self, address: int, nbytes: int) -> int:
         """Pin; 0, or an error's number."""
-        ...
 
     def unregister(self, address: int) -> int:
         """Unpin; 0, or an error's number."""
-        ...
 
 
 def should_pin_memory(device: Any, driver: Driver | None = None) -> bool:

@@ -20,11 +20,9 @@ class CopyTicket(Protocol):
         """Whether these copies, and all that began earlier in the same direction, have stopped reading and writing host
         memory, failed or not.
         """
-        ...
 
     def wait(self) -> None:
         """Until they are done. Raises ``TransferError`` when any of them failed."""
-        ...
 
 
 class BlockTransfer(Protocol):
@@ -34,12 +32,9 @@ class BlockTransfer(Protocol):
 
     def store(self, plan: CopyPlan, storage: Any) -> CopyTicket | None:
         """Device to host. Raises ``TransferError`` when any copy failed; the slots' content is invalid then."""
-        ...
 
     def load(self, plan: CopyPlan, storage: Any) -> CopyTicket | None:
         """Host to device. Raises ``TransferError`` when any copy failed; the blocks' content is invalid then."""
-        ...
 
     def close(self) -> None:
         """Wait for copies in flight and give the arena back."""
-        ...

@@ -41,19 +41,15 @@ class DeviceCopies(Protocol):
 
     def gather(self, storage: Tensor, rows: NDArray[np.int64]) -> Tensor:
         """The blocks ``rows`` in a new staging buffer, in order with all computing."""
-        ...
 
     def scatter(self, storage: Tensor, rows: NDArray[np.int64], staging: Tensor) -> None:
         """Copy a staging buffer into the blocks ``rows``, in order with all computing."""
-        ...
 
     def to_host(self, staging: Tensor, host: Tensor, runs: Sequence[StagedRun]) -> CopyTicket | None:
         """Copy ``runs`` of a gathered staging buffer to the host; the buffer is kept until they have arrived."""
-        ...
 
     def to_device(self, nbytes: int, host: Tensor, runs: Sequence[StagedRun]) -> tuple[Tensor, CopyTicket | None]:
         """Copy ``runs`` of the host's memory to a new staging buffer, before what is computed next."""
-        ...
 
 
 class StagedTransfer:

@@ -52,31 +52,25 @@ class Carrier(Protocol):
         """Pin ``memory`` if that is wanted, so that copies from it are asynchronous. Returns an object to ``close``
         with ``whole``: whether all is pinned; or ``None``.
         """
-        ...
 
     def view(self, memory: Tensor) -> Tensor:
         """Pinned host memory (uint8, one dimension) as a device tensor that kernels read over the link. Raises
         RuntimeError where the device cannot.
         """
-        ...
 
     def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> PrefetchTicket | None:
         """Copy the ``(device, host)`` pairs into ``buffers``, after all that was ``computed`` from them. ``None``: the
         copies are done. Raises RuntimeError or TransferError when that fails.
         """
-        ...
 
     def use(self, buffers: Sequence[int]) -> None:
         """Work that is issued from now on waits for the copies into ``buffers``."""
-        ...
 
     def computed(self, buffers: Sequence[int]) -> None:
         """All work that reads ``buffers`` has been issued."""
-        ...
 
     def forget(self) -> None:
         """Forget the state of all buffers: the next copies wait for all work issued before."""
-        ...
 
 
 class PlainCarrier:

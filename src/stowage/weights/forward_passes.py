@@ -44,19 +44,15 @@ class PassCallbacks(Protocol):
         """Reset everything that a failed forward left behind. ``forked``: this process was forked, so it has no
         readers.
         """
-        ...
 
     def hide(self) -> None:
         """Offload every parameter that points at delivered weights."""
-        ...
 
     def begin_pass(self) -> None:
         """A forward of the whole model begins."""
-        ...
 
     def end_pass(self, whole: bool) -> None:
         """It has ended: ``whole``, or with an error."""
-        ...
 
 
 class ForwardRecorder(Protocol):
@@ -64,11 +60,9 @@ class ForwardRecorder(Protocol):
 
     def arrive(self, bring: Deliver, given: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> Tensor | None:
         """Call ``bring``, which delivers ``weights``. They are valid until ``leave``."""
-        ...
 
     def leave(self, take_back: Callable[[], None], weights: Sequence[nn.Parameter]) -> None:
         """Call ``take_back``, which releases them."""
-        ...
 
 
 _writer: ContextVar[ForwardRecorder | None] = ContextVar("stowage_writer", default=None)

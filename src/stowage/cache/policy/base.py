@@ -27,27 +27,21 @@ class Policy(Protocol):
 
         `parents[i]` is the slot of the chunk that comes before chunk i in its prompt, -1 where that is not known.
         """
-        ...
 
     def insert(self, slots: IntArray, used: bool = True) -> None:
         """The slots are evictable again; the last one was used last. A slot that is in the order already moves.
 
         Not `used`: somebody read the bytes to copy them elsewhere, which says nothing about their worth.
         """
-        ...
 
     def remove(self, slots: IntArray) -> None:
         """The slots are not evictable any more (pinned, replaced or freed). Unknown slots are ignored."""
-        ...
 
     def victims(self, count: int) -> IntArray:
         """Take out and return the `count` slots that should leave first, or all there are. Their chunks are gone."""
-        ...
 
     def __len__(self) -> int:
         """How many slots are evictable."""
-        ...
 
     def check(self) -> None:
         """Assert the policy's invariants."""
-        ...

@@ -39,26 +39,20 @@ class ReplayBackend(Protocol[StepT_contra, RecordingT]):
 
     def shape(self, step: StepT_contra) -> StepShape:
         """The smallest shape that fits ``step``."""
-        ...
 
     def states(self, step: StepT_contra) -> Sequence[StateRows]:
         """The recurrent states that ``step`` changes, as views."""
-        ...
 
     def record(self, shape: StepShape, step: StepT_contra) -> tuple[RecordingT, Tensor | None]:
         """A recording for ``shape``, and the logits of ``step`` if recording computed them. Raises ``CaptureError``, or
         ``torch.OutOfMemoryError``.
         """
-        ...
 
     def replay(self, recording: RecordingT, step: StepT_contra) -> Tensor:
         """The logits of ``step``, in new memory; states are changed in place."""
-        ...
 
     def nbytes(self, recordings: Iterable[RecordingT]) -> int:
         """Memory of all ``recordings`` besides the model's."""
-        ...
 
     def forget(self) -> None:
         """Free the memory of every recording; none may be replayed afterwards."""
-        ...

@@ -31,7 +31,6 @@ class FileSystem(Protocol):
 
     def open(self, name: str, flags: int, dir_fd: int) -> int:
         """A descriptor; new files get mode 0600, whatever the umask. `name` has no slash."""
-        ...
 
     def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int: ...
 
@@ -39,7 +38,6 @@ class FileSystem(Protocol):
 
     def allocate(self, fd: int, length: int) -> None:
         """Reserves `length` bytes of disk for the file, which then has at least that length."""
-        ...
 
     def truncate(self, fd: int, length: int) -> None: ...
 
@@ -108,25 +106,20 @@ class Descriptors(Protocol):
 
     def open_directory(self, path: Path) -> int:
         """A descriptor of a directory that is ours alone, made where it is missing. Raises DirectoryError."""
-        ...
 
     def close(self, fd: int) -> None: ...
 
     def status(self, fd: int, name: str | None = None) -> Status:
         """Of an open file, or of `name` in an open directory; a link is not followed."""
-        ...
 
     def listing(self, dir_fd: int) -> list[tuple[str, Status]]:
         """What lies in an open directory, in no order. What vanishes meanwhile is left out."""
-        ...
 
     def lock(self, fd: int) -> bool:
         """Takes the exclusive lock on an open file if nobody has it; held until closed, or the process is gone."""
-        ...
 
     def make_buffered(self, fd: int) -> None:
         """Direct I/O no more."""
-        ...
 
 
 class RealDescriptors:

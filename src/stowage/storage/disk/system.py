@@ -63,11 +63,9 @@ class WorkerPool(Protocol):
 
     def wake(self, count: int = 1) -> None:
         """There is work for that many of them. Any thread; never lost: one that is busy asks again before it sleeps."""
-        ...
 
     def join(self, timeout_s: float) -> bool:
         """Wait until all have ended, at most that long. Whether they have."""
-        ...
 
 
 class ThreadWorkerPool:

@@ -72,7 +72,6 @@ class JobRunner(Protocol):
 
     def close(self) -> None:
         """Frees what is kept between calls. No job may be running."""
-        ...
 
 
 class SerialJobs:

@@ -94,21 +94,17 @@ class Hash(Protocol):
 
     def digest(self, fields: bytes, offset: int, payload: memoryview) -> bytes:
         """The 16 bytes that go to rest with the payload. `fields`: the envelope's other 112 bytes."""
-        ...
 
     def verify(self, fields: bytes, offset: int, payload: memoryview, digest: bytes) -> bool:
         """Whether this payload was stored with these fields at this offset."""
-        ...
 
     def digest_all(self, fields: Fields, offsets: Sequence[int], payloads: list[memoryview]) -> Digests:
         """`digest` of each."""
-        ...
 
     def verify_all(
         self, fields: Fields, offsets: Sequence[int], payloads: list[memoryview], digests: Digests
     ) -> NDArray[np.bool_]:
         """`verify` of each."""
-        ...
 
 
 class Stream(Protocol):
@@ -116,7 +112,6 @@ class Stream(Protocol):
 
     def update(self, source: memoryview, target: memoryview) -> None:
         """The next part, to memory of the same length that does not overlap it."""
-        ...
 
 
 class _Checksum:

@@ -56,22 +56,17 @@ class Backend(Protocol):
 
     async def head(self, names: Sequence[str], length: int) -> Sequence[Answer]:
         """The first `length` bytes of each value, fewer where it has fewer."""
-        ...
 
     async def get(self, names: Sequence[str], lengths: Sequence[int]) -> Sequence[Answer]:
         """Each value, which may be shorter than said. Of one that is longer, any part that shows it; never much more
         than that in memory.
         """
-        ...
 
     async def put(self, names: Sequence[str], values: Sequence[bytearray]) -> Sequence[Failure | None]:
         """Keeps each value under its name, in the place of what was there."""
-        ...
 
     async def close(self) -> None:
         """Gives connections back."""
-        ...
 
     def stats(self) -> dict[str, int | float | str]:
         """Numbers of its own."""
-        ...

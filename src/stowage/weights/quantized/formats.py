@@ -209,11 +209,9 @@ class Unpacker(Protocol):
 
     def takes(self, spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
         """Whether it can do it."""
-        ...
 
     def __call__(self, spec: Spec, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The values (outputs, inputs)."""
-        ...
 
 
 _unpackers: Final[dict[str, Unpacker]] = {}

@@ -17,11 +17,9 @@ class Recording(Protocol):
     @property
     def result(self) -> Tensor:
         """The result of the latest replay; always the same tensor."""
-        ...
 
     def replay(self) -> None:
         """Run the captured work again."""
-        ...
 
 
 class Recorder(Protocol):
@@ -30,14 +28,11 @@ class Recorder(Protocol):
     @property
     def nbytes(self) -> int:
         """Device memory that the recordings hold together."""
-        ...
 
     def capture(self, function: Callable[[], Tensor]) -> Recording:
         """Capture ``function``, which may be called a few times before as a warm-up. Raises what the function and the
         device raise.
         """
-        ...
 
     def forget(self) -> None:
         """Free the memory of every recording; none may be replayed any more."""
-        ...
