@@ -101,9 +101,7 @@ class Fetches:
         return [self._pending[number] for number in numbers if number != _NOBODY]
 
     def _arrived_of(self, fetch: Fetch) -> list[tuple[int, BoolArray]]:
-        """For each waiting pair of the fetch, which of its slots are no longer in flight; pairs without any left
-        out.
-        """
+        """By waiting pair of the fetch, which of its slots are no longer in flight; pairs without any are left out."""
         found = [(pair, self._waits[slots] == _NOBODY) for pair, (_, slots) in fetch.awaited.items()]
         return [(pair, here) for pair, here in found if here.any()]
 

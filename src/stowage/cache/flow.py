@@ -48,9 +48,7 @@ Index = Callable[[list[bytes]], MaskArray]
 
 
 class Flow:
-    """The state machine of a tiered store. Groups are those of `geometry`; `slabs` says which slots they use;
-    `indexes[i]` asks tier i.
-    """
+    """The state machine of a tiered store of `geometry`'s groups. `slabs`: their slots; `indexes[i]` asks tier i."""
 
     def __init__(
         self,

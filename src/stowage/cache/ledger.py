@@ -101,9 +101,7 @@ class Ledger:
         return keys
 
     def are_still(self, slots: IntArray, keys: list[bytes]) -> bool:
-        """A quick check that these are the ready slots of these keys. May be False although they are; `find` is
-        exact.
-        """
+        """A quick check that these are these keys' ready slots. May be False although they are; `find` is exact."""
         return not self._stale and self.keys(slots) == keys and all_true(self._masks.take(slots) != 0)
 
     def states(self, slots: IntArray) -> NDArray[np.uint8]:
@@ -257,9 +255,7 @@ class Ledger:
         return [(slab, slots[classes == slab]) for slab in np.unique(classes).tolist()]
 
     def _insert(self, slots: IntArray, used: bool = True) -> None:
-        """Used together, now. The first counts as most recent: the head of a prefix serves more prompts than its
-        tail.
-        """
+        """Used together, now. The first counts as most recent: a prompt's head serves more prompts than its tail."""
         for slab, some in self._by_class(slots):
             self._policies[slab].insert(some[::-1], used)
 

@@ -28,9 +28,7 @@ _METHODS = ("lookup", "load", "store", "poll", "discard", "close")
 
 
 def check_tiers(tiers: Sequence[Tier], memory: Memory) -> None:
-    """Tiers have all methods, need host memory, since chunks pass through it, and names of their own, since statistics
-    go by name.
-    """
+    """Tiers have all methods; they need host memory, through which chunks pass, and names of their own, for stats."""
     if tiers and not memory.host_memory_bytes:
         raise ConfigError(
             "tiers are given but host_memory is 0. Chunks reach them through host memory: give it a size."

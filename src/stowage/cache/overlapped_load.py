@@ -203,9 +203,7 @@ class OverlappedLoad:
         return computed + max(1, math.ceil(gap * share))
 
     def _left_s(self, now_s: float) -> float:
-        """Predicted time to load the rest of the gap. If it is overdue, it is taken to need as long again as it is
-        late.
-        """
+        """Predicted time to load the rest of the gap. Where it is overdue: as long again as it is late."""
         left = _sum(piece.nbytes for piece in self.pieces[self.arrived :])
         return abs(self._arrived_s + self._cost_model.load_s(left) - now_s)
 

@@ -302,9 +302,7 @@ class PrefixPlanner:
 
 
 def device_masks(strategies: Sequence[GroupStrategy], tokens: int) -> list[MaskArray]:
-    """The masks of a device that can resume at ``tokens``, a multiple of every block size: all blocks before it, or the
-    recurrent state there.
-    """
+    """Masks of a device that can resume at ``tokens``, a multiple of all block sizes: blocks, or the state there."""
     found = []
     for strategy in strategies:
         group, blocks = strategy.group, tokens // strategy.group.block_tokens

@@ -15,9 +15,7 @@ from stowage.storage.host_table import HostTable
 
 
 class PublishedLedger(Ledger):
-    """A `Ledger` that writes its chunks into a `HostTable`. A chunk is in the table from its `commit` on, until its
-    slot is free.
-    """
+    """A `Ledger` that writes its chunks into a `HostTable`, from their `commit` until their slot is free."""
 
     __slots__ = ("_table",)
 

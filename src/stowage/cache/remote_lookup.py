@@ -32,9 +32,7 @@ class SharedStore(Protocol):
 
 
 class RemoteLookup:
-    """The look-ups of prompts in the shared tiers of one store. ``timeout_s``: the longest wait for answers, however
-    long the prompt.
-    """
+    """Look-ups of prompts in a store's shared tiers. ``timeout_s``: the longest wait, however long the prompt."""
 
     def __init__(self, store: SharedStore | None, cost_model: CostModel, timeout_s: float) -> None:
         self._store = store if store is not None and store.probes else None
@@ -54,9 +52,7 @@ class RemoteLookup:
         now_s: float,
         certain: Mapping[int, Anchors] = MappingProxyType({}),
     ) -> None:
-        """Start look-ups for up to ``usable`` tokens of each row. ``certain``: for groups of which not every chunk is
-        stored, those that are.
-        """
+        """Ask about up to ``usable`` tokens of each row. ``certain``: of groups stored in part, the stored chunks."""
         if self._store is None:
             return
         sizes = [group.chunk_tokens for group in self._store.geometry.groups]

@@ -20,9 +20,7 @@ _FEW: Final = 1024
 
 
 class Sizes:
-    """The bytes and blocks in each of `slots` slots. The arrays that it gives away are not to be changed; some are
-    views that cannot be.
-    """
+    """The bytes and blocks in each of `slots` slots. The arrays that it gives away must not be changed."""
 
     __slots__ = ("_bytes", "_few_bytes", "_few_masks", "_group_of", "_is_one", "_masks")
 

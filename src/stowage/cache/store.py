@@ -170,9 +170,7 @@ class TieredStore:
         return Inquiry(keys[first:], geometry.full_mask, first)
 
     def release(self, fetch: Fetch) -> None:
-        """Unpin the chunks of a fetch. One that is not done is cancelled; its loads in flight go on for other
-        fetches.
-        """
+        """Unpin a fetch's chunks. One that is not done is cancelled; its loads in flight go on for other fetches."""
         self._flow.release(fetch)
 
     # Store

@@ -170,9 +170,7 @@ def check_device(name: str, has_driver: bool) -> Check:
 
 
 def check_budgets(settings: Settings) -> Check:
-    """Whether the stated budgets can be used, and fit into this machine's memory; what lies on another device than the
-    CPU does not count.
-    """
+    """Whether budgets can be used, and fit into the machine's memory; another device than the CPU does not count."""
     try:
         memory: Memory = settings.memory()
     except ConfigError as error:

@@ -126,9 +126,7 @@ def as_messages(engine: "Engine", texts: "list[str]") -> "list[Prompt]":
 
 
 def open_engine(model: str, settings: Settings, adapter: str | dict[str, str], chat_template: Path | None) -> "Engine":
-    """The engine for ``model`` and its adapters. Says on stderr what is happening. Raises ConfigError for a template
-    that cannot be read.
-    """
+    """The engine for ``model`` and its adapters; tells stderr. Raises ConfigError for an unreadable template."""
     memory = settings.memory()
     template = _template(chat_template) if chat_template is not None else ""
     check_given(model, adapter)

@@ -29,9 +29,7 @@ _SETTINGS_FIX = "Change the setting that is named; docs/vllm.md lists all of the
 
 
 def read_flags(text: str) -> dict[str, str]:
-    """Values by name, with ``_`` for ``-``. A switch is "true", after ``--no-`` "false". Raises ``ConfigError`` for a
-    quote that does not end.
-    """
+    """Values by name, ``_`` for ``-``. A switch is "true", ``--no-`` "false". Raises ConfigError for an open quote."""
     try:
         words = shlex.split(text)
     except ValueError as error:

@@ -78,9 +78,7 @@ _Made = TypeVar("_Made")
 
 
 def advice_for(name: str) -> str:
-    """A sentence without its period: what to use instead of a name that other programs have; empty for one that is not
-    known here.
-    """
+    """A sentence without period: what to use instead of a name that other programs have; empty: not known here."""
     return _ELSEWHERE.get(name, "")
 
 

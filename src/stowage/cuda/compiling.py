@@ -19,9 +19,7 @@ def is_wanted() -> bool:
 
 
 def errors() -> tuple[type[Exception], ...]:
-    """What an import of half a Triton, its compiler and launcher, the driver, and a C compiler that is not there
-    raise.
-    """
+    """What an import of half a Triton, its compiler and launcher, the driver, and a missing C compiler raise."""
     try:
         from triton.errors import TritonError
     except ImportError:

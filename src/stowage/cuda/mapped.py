@@ -26,9 +26,7 @@ class Addresses(Protocol):
 
 
 def mapped(memory: Tensor, device: torch.device, driver: Addresses | None = None) -> Tensor:
-    """``memory`` (uint8, one dimension, in host memory) as a tensor on ``device``. Raises RuntimeError where it cannot
-    be.
-    """
+    """``memory`` (uint8, one dimension, on the host) as a tensor on ``device``. Raises RuntimeError if it cannot."""
     driver = driver or CudaDriver()
     first = memory.data_ptr()
     empty = torch.empty(0, dtype=torch.uint8, device=device)  # the driver has a context of this thread from here on

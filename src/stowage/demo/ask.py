@@ -25,9 +25,7 @@ NEW_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What the demo asks a model. ``instruction``: what a chat begins with, before the document; empty: the model is no
-    chat model.
-    """
+    """What the demo asks. ``instruction``: what a chat begins with, before the document; empty: no chat model."""
 
     questions: tuple[str, ...]
     params: SamplingParams
@@ -54,9 +52,7 @@ CONTINUE = Script(
     params=SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.8, seed=7, logprobs=1),
     dtype="float32",
 )
-"""A model this small repeats itself when it is greedy. The draws are seeded, so identical answers still mean identical
-logits.
-"""
+"""A model this small repeats itself when greedy. Draws are seeded, so identical answers mean identical logits."""
 
 
 def memory(cache: Path) -> Memory:

@@ -1,3 +1,1 @@
-"""The embedded engine: one model under memory budgets. `engine` is the way in; `docs/internals.md` names the
-rest.
-"""
+"""The embedded engine: one model under memory budgets. `engine` is the way in; `docs/internals.md` names the rest."""

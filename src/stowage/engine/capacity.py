@@ -34,17 +34,13 @@ def blocks_at_work(group: Group, piece_tokens: int) -> int:
 
 
 def chunks_offloaded(group: Group, tokens: int, blocks: int) -> int:
-    """Chunks of a full group that must be offloaded when a sequence of ``tokens`` tokens has ``blocks`` device
-    blocks.
-    """
+    """Chunks of a full group that must be offloaded when a sequence of ``tokens`` has ``blocks`` device blocks."""
     return max(0, -(-(-(-tokens // group.block_tokens) - blocks) // group.blocks_per_chunk))
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The groups, the slots of host memory (none: it is off), and the largest and smallest number of tokens that are
-    computed at once.
-    """
+    """The groups, the slots of host memory (none: off), and the most and the fewest tokens computed at once."""
 
     layouts: tuple[BlockLayout, ...]
     slabs: tuple[SlabClass, ...]
@@ -117,9 +113,7 @@ class Capacity:
         return counts | {layout.group.index: int(tokens / layout.group.block_tokens) for layout in full}
 
     def least_device_bytes(self, tokens: int, *, recorded: bool) -> int:
-        """The KV budget with which a sequence of ``tokens`` tokens lies on the device; ``recorded``: with the share of
-        recorded steps.
-        """
+        """The KV budget for a sequence of ``tokens`` on the device; ``recorded``: with recorded steps' share."""
         need = bytes_needed(self.layouts, tokens, self.max_num_batched_tokens)
         return with_share(need) if recorded else need
 

@@ -134,9 +134,7 @@ class Engine:
         """Build the scheduler over ``parts`` and start the loop. ``threads``: see ``Loop``."""
         self.store, self.parts, self.prompts = parts.store, parts, Prompts(self.tokenizer, parts.layout)
         self.sequence_tokens_max = parts.capacity.longest({pool.group.index: pool.blocks for pool in parts.pools})
-        """Tokens that one sequence may come to, without the last one sampled: the context, or what device and host
-        memory hold.
-        """
+        """The longest sequence in tokens, without the last sampled: the context, or what device and host hold."""
         self._cost_model, self._eos = cost_model, eos
         self.grammars = Grammars(self.tokenizer, parts.layout.vocab, eos)
         self._kv_manager, self._scheduler = assemble_scheduler(parts, self.memory, cost_model, self._clock)
@@ -183,9 +181,7 @@ class Engine:
         salt: str | bytes = "",
         adapter: str | None = None,
     ) -> AsyncIterator[Delta]:
-        """Pieces of a completion as they come; the last one has ``completion``. Leaving the loop cancels the
-        request.
-        """
+        """Pieces of a completion; the last one has ``completion``. Leaving the loop cancels the request."""
         self._refuse_own_thread()
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Delta] = asyncio.Queue()
@@ -251,9 +247,7 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End ``request`` as soon as the running step is done; its completion has what was generated. No effect on an
-        ended one.
-        """
+        """End ``request`` after the running step; its completion has what was generated. Once ended: no effect."""
         self._loop.cancel(request)
 
     def _refuse_own_thread(self) -> None:
@@ -359,9 +353,7 @@ class Engine:
             self._cost_model.forget(for_good)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Wait until everything stored has reached the lower tiers, at most ``timeout_s``; whether it has. Requests go
-        on meanwhile.
-        """
+        """Wait, at most ``timeout_s``, until all is stored in the lower tiers; whether it is. Requests go on."""
         if self.store is None:
             return True
         until_s = self._clock() + timeout_s

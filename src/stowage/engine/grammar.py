@@ -49,9 +49,7 @@ class GrammarState:
         self._may_think = thinking is not None and not thinking.begun
 
     def mask(self, logits: Tensor) -> None:
-        """Set the logits ``[vocab]`` of tokens that may not come next to minus infinity. Raises RequestError when the
-        grammar is too much work.
-        """
+        """Set logits ``[vocab]`` that may not come next to -inf. Raises RequestError: the grammar is too much work."""
         if self._thinks:
             return
         thought = logits[self._thinking.begin].clone() if self._thinking is not None and self._may_think else None

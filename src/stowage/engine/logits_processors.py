@@ -19,9 +19,7 @@ from stowage.errors import RequestError
 
 
 class LogitsProcessors:
-    """The processors of one sequence. ``prompt``: its tokens; ``ends``: tokens that end it; ``grammar``: of its
-    answer.
-    """
+    """One sequence's processors. ``prompt``: its tokens; ``ends``: tokens that end it; ``grammar``: of its answer."""
 
     def __init__(
         self, params: SamplingParams, prompt: Sequence[int], ends: frozenset[int], grammar: GrammarState | None

@@ -104,9 +104,7 @@ class Loop:
         return self._broken is not None or self._stale
 
     def submit(self, request: Request, sequence: Sequence) -> None:
-        """Raises StowageError when it has ended or is another process's, RequestError when too many requests are
-        open.
-        """
+        """Raises StowageError when it has ended or is another process's, RequestError when too many are open."""
         if os.getpid() != self._process:
             raise StowageError(
                 "this process was forked after the engine was opened, whose thread and memory are its parent's: open "

@@ -56,9 +56,7 @@ class OverlappedLoads:
         self._open[sequence.id] = Overlapped(sequence, load, reports)
 
     def poll(self) -> list[Sequence]:
-        """Join loads that computing has reached. Returns sequences whose copies failed: they lost all blocks and are
-        recomputed.
-        """
+        """Join loads that computing has reached. Returns sequences whose copies failed: they have lost all blocks."""
         lost = []
         for one in list(self._open.values()):
             state = one.load.poll(one.sequence.computed, self._clock())
@@ -69,9 +67,7 @@ class OverlappedLoads:
         return lost
 
     def tokens(self, sequence: Sequence, count: int) -> int:
-        """How many of the next ``count`` tokens of ``sequence`` a step should compute; 0: loading the rest is
-        faster.
-        """
+        """How many of the next ``count`` tokens of ``sequence`` a step should compute; 0: loading them is faster."""
         one = self._open.get(sequence.id)
         return count if one is None else one.load.tokens(sequence.computed, count, self._clock())
 

@@ -30,9 +30,7 @@ STRUCTURE_CHARACTERS_MAX = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Tokens around what a model thinks before it answers. ``begun``: the prompt ends with ``begin``; else an answer
-    may begin with it.
-    """
+    """Tokens around what a model thinks first. ``begun``: the prompt ends with ``begin``; else answers may begin so."""
 
     begin: int
     end: int

@@ -117,9 +117,7 @@ class Sequence(SequenceState):
         self.keys.extend(self.tokens, self.shared_tokens)
 
     def score(self, start: int, logits: Tensor) -> None:
-        """Record the log-probabilities of the prompt tokens after positions ``start``..., given their ``logits``
-        ``[count, vocab]``.
-        """
+        """Record log-probabilities of the prompt tokens after positions ``start``... from ``logits [count, vocab]``."""
         end = min(start + len(logits) + 1, self.prompt_tokens)
         if end <= self.unscored:
             return

@@ -130,9 +130,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of the parity scenarios. ``reusable`` leading tokens are stored when it is asked in a warm state; 0: too
-    short.
-    """
+    """A prompt of the parity scenarios. ``reusable``: its leading tokens that a warm state has; 0: too short."""
 
     name: str
     tokens: tuple[int, ...]

@@ -173,9 +173,7 @@ def _judged(
     wide: bool,
     fits: bool,
 ) -> SameModel:
-    """``own``: what Transformers computes in ``computed``, the engine's dtype; ``wide``: the reference is in float32
-    instead.
-    """
+    """``own``: what Transformers computes in ``computed``, the engine's dtype; ``wide``: in float32 instead."""
     least = _LEAST.get(computed, 0.0)
     engine = {part: torch.cat([one.reports[part][-1] for one in asked]) for part in PARTS}
     errors = []

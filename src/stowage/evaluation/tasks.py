@@ -39,9 +39,7 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One scored question. ``prompt`` is what the model is asked, ``reference`` the text it should answer, with its
-    leading space.
-    """
+    """One scored question. ``prompt``: what the model is asked; ``reference``: the answer, with its leading space."""
 
     prompt: str
     reference: str

@@ -60,9 +60,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStep:
-    """A run of one sequence: flattened tokens ``[begin, end)``, its ``keys`` in ``blocks``; ``bias`` ``None`` means
-    plainly causal.
-    """
+    """A run of one sequence: flat tokens ``[begin, end)``, ``keys`` in ``blocks``; no ``bias``: plainly causal."""
 
     begin: int
     end: int
@@ -102,9 +100,7 @@ class GroupStep:
 
 @dataclass(slots=True)
 class ForwardStep:
-    """One forward. ``positions`` and ``ids`` are flat; ``logit_rows`` are the flattened tokens whose logits are
-    wanted.
-    """
+    """One forward. ``positions`` and ``ids`` are flat; ``logit_rows``: flattened tokens whose logits are wanted."""
 
     ids: torch.Tensor
     positions: torch.Tensor

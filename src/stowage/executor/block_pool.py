@@ -62,9 +62,7 @@ class BlockPool:
         self._names: dict[int, tuple[bytes, int]] = {}
 
     def _layer_views(self, index: int) -> tuple[torch.Tensor, ...]:
-        """Typed views ``[rows, block_tokens, heads, head_dim]`` (attention) or ``[rows, *state]`` (recurrent) over the
-        storage.
-        """
+        """Views ``[rows, block_tokens, heads, head_dim]`` (attention) or ``[rows, *state]`` over the storage."""
         return self._views_of(self.storage.view(-1), index, self.blocks + 1, self.group.bytes_per_block)
 
     def _views_of(self, memory: torch.Tensor, index: int, rows: int, row_bytes: int) -> tuple[torch.Tensor, ...]:
@@ -152,9 +150,7 @@ class BlockPool:
                 del self._cached[block]
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove a user from each of ``blocks``. Later ones become evictable first, so that a prefix outlives what
-        follows it.
-        """
+        """Remove a user of each of ``blocks``. Later ones are evictable first: a prefix outlives what follows."""
         for block in reversed(blocks):
             self._users[block] -= 1
             assert self._users[block] >= 0, f"block {block} released once too often"
@@ -165,9 +161,7 @@ class BlockPool:
                     self._free.append(block)
 
     def name(self, key: bytes, blocks: Sequence[int]) -> None:
-        """Let the chunk ``key`` be found in ``blocks`` (``NULL_BLOCK`` where it has none). Blocks found before keep
-        their place.
-        """
+        """Let chunk ``key`` be found in ``blocks`` (``NULL_BLOCK``: none). Blocks found before keep their place."""
         known = self._chunks.setdefault(key, [NULL_BLOCK] * self.group.blocks_per_chunk)
         for offset, block in enumerate(blocks):
             if block != NULL_BLOCK and known[offset] == NULL_BLOCK and block not in self._names:
@@ -193,9 +187,7 @@ class BlockPool:
         return self._chunks.get(key) or [NULL_BLOCK] * self.group.blocks_per_chunk
 
     def drop_cache(self) -> int:
-        """Forget every cached chunk, also those that running sequences still use; return how many blocks became
-        free.
-        """
+        """Forget every cached chunk, also those that sequences still use; returns how many blocks became free."""
         freed = list(self._cached)
         self._cached.clear()
         self._free.extend(freed)

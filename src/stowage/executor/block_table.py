@@ -45,9 +45,7 @@ class BlockTable:
 
     @property
     def addresses(self) -> NDArray[np.int64]:
-        """Where each block is read: a device block, ``OFFLOADED`` minus the host offset, or
-        ``NULL_BLOCK``.
-        """
+        """Where each block is read: a device block, ``OFFLOADED`` minus the host offset, or ``NULL_BLOCK``."""
         if not self.has_offloaded:
             return self.blocks
         return np.where(self.offloaded != NULL_BLOCK, OFFLOADED - self.offloaded, self.blocks)
@@ -73,9 +71,7 @@ class BlockTable:
         return held
 
     def offload(self, indices: NDArray[np.int64], offsets: NDArray[np.int64]) -> list[int]:
-        """Read the blocks ``indices`` at ``offsets`` of host memory from now on. Returns the device blocks that this
-        frees.
-        """
+        """Read blocks ``indices`` at ``offsets`` of host memory from now on. Returns device blocks that this frees."""
         assert (self.offloaded[indices] == NULL_BLOCK).all(), "a block is offloaded twice"
         part = self.blocks[indices]
         self._blocks[indices] = NULL_BLOCK

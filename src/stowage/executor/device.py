@@ -96,9 +96,7 @@ def link(device: torch.device, arena: NDArray[np.uint8], slabs: Sequence[SlabCla
 
 
 def device_of(model: Any, name: str) -> torch.device:
-    """Where ``model`` is to compute: on the device called ``name``; if that is empty, where it lies (a model in
-    memory), or on the CPU.
-    """
+    """Where ``model`` computes: on device ``name``; if empty, where it lies (a model in memory), or on the CPU."""
     if name:
         return resolve(name)
     return torch.device("cpu") if isinstance(model, str) or not hasattr(model, "device") else model.device

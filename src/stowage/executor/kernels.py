@@ -292,9 +292,7 @@ def kernel_arguments(matrix: Matrix, out: int, further: Sequence[int] = (0, 0, 0
 
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` ``[rows, heads, inputs]`` times each head's ``weight`` ``[heads, outputs, inputs]``, of one dtype. Heads
-    may have any stride.
-    """
+    """``x [rows, heads, inputs]`` times each head's ``weight [heads, outputs, inputs]``, of one dtype, any stride."""
     x, weight = x.contiguous(), weight if weight[0].is_contiguous() else weight.contiguous()
     (rows, heads, inputs), outputs = x.shape, weight.shape[1]
     form, halves = form_of(x, of_plain(weight[0]))

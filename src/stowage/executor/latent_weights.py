@@ -17,16 +17,12 @@ from torch.nn import Parameter
 
 
 class LatentWeights:
-    """One model's absorbed weights. ``keeps``: transposed copies are kept until the weight is replaced or changed in
-    place.
-    """
+    """One model's absorbed weights. ``keeps``: transposed copies, until a weight is replaced or changed in place."""
 
     def __init__(self, keeps: bool = False) -> None:
         self._keeps = keeps
         self._turned: dict[int, tuple[Tensor, tuple[int, int], Tensor]] = {}
-        """By the ``id`` of a weight: the weight (so that its id is not reused), its address and version, the transposed
-        copy.
-        """
+        """By a weight's ``id``: the weight (so that no other gets it), its address and version, the transposed copy."""
 
     def of(self, module: Any, heads: int) -> tuple[Tensor, Tensor]:
         """The weights for queries and for values of the attention ``module``."""

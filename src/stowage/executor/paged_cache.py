@@ -46,9 +46,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Put the new tokens of one layer into their blocks. Keys and values are ``[batch, heads, length, dim]``;
-        handed back as they came.
-        """
+        """Put a layer's new keys and values ``[batch, heads, length, dim]`` into blocks; returned as they came."""
         step = current.get()
         step.written = layer_idx
         group = step.of_layer[layer_idx]

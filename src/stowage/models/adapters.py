@@ -54,9 +54,7 @@ _Out = TypeVar("_Out")
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter as it lies in ``directory``: ``pairs`` of A and B (float32) by the module that they belong to, and the
-    digest of its files.
-    """
+    """An adapter from ``directory``: ``pairs`` of A and B (float32) by module, and the digest of its files."""
 
     name: str
     directory: Path

@@ -29,9 +29,7 @@ def part_of(path: Path) -> TextPart:
 
 
 def config_of(file: Path) -> Any:
-    """The config that Transformers makes of a ``config.json``, with how its weights are quantized. Raises
-    CheckpointError.
-    """
+    """Transformers' config of a ``config.json``, and how its weights are quantized. Raises CheckpointError."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

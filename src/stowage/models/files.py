@@ -65,9 +65,7 @@ def check_adapter(directory: Path) -> Path:
 
 
 def check_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, after checking that all are there and that each is as long as its header
-    says.
-    """
+    """The safetensors files of a checkpoint, after checking that all are there and as long as their headers say."""
     if is_adapter(directory):
         raise CheckpointError(
             f"{directory} is an adapter, which goes on top of a model. Give that model, and the adapter to it: "

@@ -52,9 +52,7 @@ def have_tensors(files: Iterable[Path]) -> bool:
 
 
 def of_path(path: Path) -> str | None:
-    """Hex digest of the weights in a directory, or of a file and those that it is split over. None: there are none.
-    Raises like `files_in`.
-    """
+    """Hex digest of a directory's weights, or of a file and those it is split over, or None. Raises as `files_in`."""
     files = files_in(path)
     return of_checkpoint(files[0].parent, files) if have_tensors(files) else None
 

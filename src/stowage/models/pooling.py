@@ -27,9 +27,7 @@ _MODES = {
     "weightedmean_tokens": "weightedmean",
     "lasttoken": "lasttoken",
 }
-"""By the end of each switch in the configuration of a pooling, what newer files call the mode; vectors of several are
-joined in this order.
-"""
+"""By the end of each switch of a pooling's configuration, the mode's newer name; vectors are joined in this order."""
 _ACTIVATIONS = ("Identity", "Tanh")
 
 

@@ -21,9 +21,7 @@ _NO_HOME = "/nonexistent"
 
 
 def default_state_directory() -> Path:
-    """``$XDG_STATE_HOME/stowage``, or ``~/.local/state/stowage``: apart from cache directories, whose bytes are
-    counted.
-    """
+    """``$XDG_STATE_HOME/stowage``, or ``~/.local/state/stowage``: apart from caches, whose bytes are counted."""
     home = os.path.expanduser("~")
     usual = Path(_NO_HOME if home == "~" else home) / ".local" / "state"
     return Path(os.environ.get("XDG_STATE_HOME") or usual) / "stowage"

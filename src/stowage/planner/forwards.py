@@ -106,9 +106,7 @@ def _built(family: str, layers: int, hidden: int, **fields: Any) -> Any:
 
 
 def _steps_s(model: Any, *batches: int, prompts: Sequence[int] = (_PROMPT_FEW,), cold: bool = False) -> list[float]:
-    """Seconds of a decoding step with each of ``batches``, after each length of ``prompts``; ``cold``: with nothing of
-    it in the caches.
-    """
+    """Seconds of a decoding step of each of ``batches`` after each of ``prompts``; ``cold``: with empty caches."""
     other = np.ones(_OTHER_BYTES if cold else 0, dtype=np.uint8)
     with _engine(model) as engine:
         return [_step_s(engine, batch, length, other.max) for length in prompts for batch in batches]

@@ -300,9 +300,7 @@ def layer_count(tensors: list[Tensor]) -> int:
 
 
 def plain(fields: Fields, tensors: list[Tensor], dtype: str) -> Model:
-    """An unknown model, run in ``dtype``, from the sizes of its layers alone: every layer counts as full attention,
-    which keeps the most.
-    """
+    """An unknown model in ``dtype``, from its layers' sizes: all count as full attention, which keeps most."""
     count = fields.number("num_hidden_layers", 0) or layer_count(tensors)
     vocab, hidden, heads = (fields.number(n) for n in ("vocab_size", "hidden_size", "num_attention_heads"))
     size = fields.number("head_dim", hidden // max(1, heads))

@@ -95,9 +95,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted times and rates. ``ttft_s``: of one prompt on an idle machine; ``ttft_batch_s``: of the last of a batch
-    of them at once.
-    """
+    """Predicted times and rates. ``ttft_s``: of one prompt alone; ``ttft_batch_s``: of the last of a whole batch."""
 
     decode: Step
     tokens_per_s: float

@@ -46,9 +46,7 @@ class CacheLayer:
         return self.nbytes if self.recurrent else 0
 
     def sequence_bytes(self, context: int, block_tokens: int) -> int:
-        """Bytes of a sequence of ``context`` tokens, in whole blocks. A window may begin within a block, so it has one
-        more.
-        """
+        """Bytes of a sequence of ``context`` tokens, in whole blocks: one more of a window, which may begin in one."""
         if self.recurrent:
             return self.nbytes
         cut = 0 < self.window < context
@@ -151,9 +149,7 @@ class Model:
     """The key of its attention in ``Machine.attention``, where that is not its dtype."""
 
     def narrow_outputs(self, part: str) -> dict[str, float]:
-        """By format, a part's outputs per parameter beyond those that it would have if all its matrices were
-        ``USUAL_WIDTH`` wide.
-        """
+        """By format, a part's outputs per parameter beyond those of matrices that are all ``USUAL_WIDTH`` wide."""
         formats, outputs = self.formats.get(part, {}), self.outputs.get(part, {})
         whole = self.whole(part)
         plain = whole - sum(formats.values())
@@ -234,8 +230,6 @@ class Model:
 
 
 def seen_pairs(tokens: int, window: int) -> int:
-    """Pairs of query and key in causal attention of ``tokens`` tokens, of at most ``window`` keys for each query (0:
-    all).
-    """
+    """Pairs of query and key in causal attention of ``tokens``, at most ``window`` keys for a query (0: all)."""
     growing = min(tokens, window or tokens)
     return comb(growing + 1, 2) + (tokens - growing) * window

@@ -392,9 +392,7 @@ def spread_order(count: int) -> list[int]:
 
 
 def working_bytes(model: Model, workload: Workload) -> int:
-    """Temporary memory of the largest forward: a few rows as wide as the model, the widest inner rows, and logits in
-    float32.
-    """
+    """Temporary memory of the largest forward: some rows of the model, its widest inner rows, float32 logits."""
     widest = max((inner_parameters(layer) for layer in model.layers), default=0) // max(1, model.hidden)
     rows = workload.piece * (6 * model.hidden + widest) * model.item_bytes
     return rows + 8 * workload.batch * model.vocab

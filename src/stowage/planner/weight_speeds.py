@@ -29,9 +29,7 @@ _FILLING_TIMES = 32
 
 
 def measure(path: Path, linear: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Fields of ``Machine``: ``stream_bytes_per_s``, ``overlap_loss`` and ``mapped_byte_s``. ``linear`` multiplies rows
-    with a matrix.
-    """
+    """``stream_bytes_per_s``, ``overlap_loss`` and ``mapped_byte_s`` of ``Machine``. ``linear``: rows by a matrix."""
     import torch
 
     from stowage.weights.file import File

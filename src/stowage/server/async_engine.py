@@ -114,9 +114,7 @@ class AsyncEngine:
         self.vocabulary = Vocabulary(engine.tokenizer)
 
     async def read(self, read: Read[T], body: bytes | bytearray, reservation: Reservation) -> T:
-        """Parse a body with one of the APIs' functions, when it is its client's turn. Meanwhile it counts as one
-        choice. Raises ApiError.
-        """
+        """Parse a body, when it is its client's turn. Meanwhile it counts as one choice. Raises ApiError."""
         self.refuse_if_full()
         queue = self._reading if len(body) <= SHORT_BYTES else self._reading_long
         reader = self.reader

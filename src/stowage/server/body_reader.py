@@ -1,6 +1,4 @@
-"""Reads request bodies within limits: of size, of time, and of the memory of all requests together; and ends requests
-that take too long.
-"""
+"""Reads request bodies within limits of size, time and the memory of all requests; ends requests that take too long."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class BodyReader:
             reservation.close()
 
     async def read(self, request: Request, reservation: Reservation) -> bytearray:
-        """The whole body. Its bytes, and those that parsing it takes, are counted in `reservation`. Raises ApiError and
-        ClientDisconnected.
-        """
+        """The body; it and its parsing are counted in `reservation`. Raises ApiError and ClientDisconnected."""
         self._check_head(request)
         body = bytearray()
         try:

@@ -47,9 +47,7 @@ class History:
 
 
 class Monitor:
-    """Collects the state of one server. All methods are called on the event loop's thread; all times are seconds since
-    it began.
-    """
+    """Collects one server's state. Its event loop's thread calls; all times are seconds since it began."""
 
     def __init__(self, async_engine: AsyncEngine, metrics: ServerMetrics) -> None:
         self._async_engine = async_engine

@@ -32,9 +32,7 @@ _PHASES: Final = ("answering", "computing", "loading", "preempted", "waiting")
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds since the request's head arrived; None: it has not happened. `admitted_s` and `started_s` are those of
-    the first choice.
-    """
+    """Seconds since the head arrived; None: not yet. `admitted_s` and `started_s`: of the first choice."""
 
     submitted_s: float
     admitted_s: float | None
@@ -44,9 +42,7 @@ class Times:
 
 
 class RequestHistory:
-    """The open requests and the last ones that ended. `began_s`: the moment, of the clock of visits, that all times are
-    counted from.
-    """
+    """The open requests and the last ended ones. `began_s`: the moment that all times are counted from."""
 
     def __init__(self, began_s: float) -> None:
         self._began_s = began_s

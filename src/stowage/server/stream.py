@@ -59,9 +59,7 @@ def encoded(value: Mapping[str, Any]) -> bytes:
 
 
 class EventStream:
-    """A stream of server-sent events: `begin` first; nothing may follow `fail` or `end`. `failure` makes the event of
-    an error.
-    """
+    """Server-sent events: `begin` first; nothing after `fail` or `end`. `failure` makes the event of an error."""
 
     def __init__(self, send: Send, failure: Callable[[ApiError], tuple[str, Mapping[str, Any]]]) -> None:
         self._send = send
@@ -86,9 +84,7 @@ class EventStream:
         await self._part(done, more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """End with an error event: the status is already sent. Without `[DONE]`, so that the answer is not taken for
-        complete.
-        """
+        """End with an error event: the status is sent. No `[DONE]`, so that the answer is not taken for complete."""
         name, value = self._failure(error)
         await self._part(_event(name, encoded_error(value)), more=False)
 

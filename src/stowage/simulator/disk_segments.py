@@ -153,9 +153,7 @@ class Segments:
         self._rows.insert(_OWNER, self._extents, joined, np.arange(first, first + len(keys)))
 
     def _next(self) -> int:
-        """Begin a new segment, after making room for it, while the one before stays open if possible. Returns the bytes
-        written.
-        """
+        """Make room and begin a new segment, beside the one before if possible. Returns the bytes written."""
         if self._file_bytes:
             self._full = self._first, self._end, self._file_bytes
             if _DIRECTORY_BYTES + self._file_bytes + self.segment_bytes > self._limit_bytes:

@@ -15,9 +15,7 @@ Words = Mapping[str, tuple[int, str]]
 
 
 class TierCounters:
-    """Named counters, `faults` (bugs) among them. An unknown name is a bug (KeyError). Without `trouble` nothing is
-    logged.
-    """
+    """Named counters, `faults` (bugs) among them. Raises KeyError for others. Nothing is logged without `trouble`."""
 
     def __init__(self, names: Iterable[str], logged: Words, trouble: Trouble | None = None) -> None:
         self._lock = threading.Lock()

@@ -54,9 +54,7 @@ def _make_directories(path: Path) -> None:
 
 
 def make(path: Path) -> SecretKey:
-    """A new file with one new key; missing directories are made for you alone. Raises ConfigError, also where something
-    has that name already.
-    """
+    """A new file with one new key; its directories are yours alone. Raises ConfigError, also if it is there."""
     key = SecretKey(secrets.token_bytes(SECRET_BYTES))
     try:
         _make_directories(path.parent)

@@ -43,9 +43,7 @@ _TROUBLES: Final = ("refused", "dropped", "timed_out", "faults")
 
 @dataclass(slots=True, eq=False)
 class _Chunk(Piece):
-    """One packed chunk. `length`: of the payload. `readers`: who unpack it now; until they have ended it stays where it
-    is.
-    """
+    """One packed chunk. `length`: of the payload. `readers`: who unpack it now; meanwhile it stays where it is."""
 
     key: bytes
     mask: int

@@ -17,9 +17,7 @@ class CopyTicket(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether these copies, and all that began earlier in the same direction, have stopped reading and writing host
-        memory, failed or not.
-        """
+        """Whether these copies, and earlier ones in this direction, no longer touch host memory, failed or not."""
 
     def wait(self) -> None:
         """Until they are done. Raises ``TransferError`` when any of them failed."""

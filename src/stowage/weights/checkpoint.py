@@ -72,9 +72,7 @@ class Stored:
     span: Span
 
     def read(self) -> Tensor:
-        """The values. Does not parse the file's header again, which may list thousands of tensors. Raises
-        CheckpointError.
-        """
+        """The values, without parsing a header of thousands of tensors again. Raises CheckpointError."""
         file = File.open(self.span.path)
         try:
             segment = Segment(file, self.span.offset, self.span.length)

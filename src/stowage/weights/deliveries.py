@@ -193,9 +193,7 @@ class Deliveries:
         self._before = order
 
     def _follow(self, order: list[int]) -> None:
-        """Expect the next forwards to use units in this order. Units that this forward did not use, such as a vision
-        encoder's, are left out.
-        """
+        """Expect the next forwards to use units in this order, without those that this forward did not use."""
         in_ring = [self._in_ring.index(number) for number in order if number in self._in_ring]
         if self._device_prefetcher is not None:
             if self._learned or set(order) != set(range(len(self._streams))):

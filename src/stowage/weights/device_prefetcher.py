@@ -106,9 +106,7 @@ class PlainCarrier:
 
 @dataclass(frozen=True, slots=True)
 class RingSlots:
-    """The ring's slots of the ``units`` that are read from disk: ``take`` waits for a unit's slot, and ``give_back``
-    lets it be filled again.
-    """
+    """The ring's slots of ``units`` read from disk: ``take`` waits for one, ``give_back`` lets it be filled again."""
 
     units: frozenset[int] = frozenset()
     take: Callable[[int], Sequence[Tensor]] = lambda _unit: ()

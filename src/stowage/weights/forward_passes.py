@@ -41,9 +41,7 @@ class PassCallbacks(Protocol):
     """What the owner of the weights does around forwards."""
 
     def recover(self, *, forked: bool) -> None:
-        """Reset everything that a failed forward left behind. ``forked``: this process was forked, so it has no
-        readers.
-        """
+        """Reset what a failed forward left behind. ``forked``: this process was forked, so it has no readers."""
 
     def hide(self) -> None:
         """Offload every parameter that points at delivered weights."""
@@ -137,9 +135,7 @@ class ForwardPasses:
         return called
 
     def run(self, frame: FrameType, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run ``forward``, one of the whole model, with the lock held. It has ended when ``frame`` has. Returns its
-        output.
-        """
+        """Run ``forward`` of the whole model, with the lock held until ``frame`` has ended. Returns its output."""
         claim = self._enter(frame)
         whole, began_s = False, time.perf_counter()
         try:

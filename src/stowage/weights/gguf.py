@@ -188,9 +188,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
 
 
 class _Reader:
-    """Parses one file's header. Raises ValueError, with the reason, for a damaged one, and CheckpointError for a type
-    that is not supported.
-    """
+    """Parses a file's header. Raises ValueError, saying why, if damaged; CheckpointError for an unknown type."""
 
     def __init__(self, view: memoryview, path: Path) -> None:
         self._view, self._path, self._at = view, path, 0

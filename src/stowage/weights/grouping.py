@@ -132,9 +132,7 @@ def _experts(name: str, module: nn.Module, unit: Unit) -> Unit | None:
 
 
 def _in_pages(stack: nn.Parameter, gaps: bool) -> bool:
-    """Whether each expert takes whole pages; or, with ``gaps``, more than one page, so that padding to whole pages at
-    most doubles it.
-    """
+    """Whether each expert takes whole pages; with ``gaps``, over one page, so that padding doubles it at most."""
     expert_bytes = stack[0].numel() * stack.element_size()
     return expert_bytes > PAGE_BYTES and (gaps or expert_bytes % PAGE_BYTES == 0)
 

@@ -52,9 +52,7 @@ class HostBuffers:
         return piece.view(values.dtype).view(values.shape).copy_(values.detach())
 
     def pin(self, pin: Callable[[NDArray[np.uint8]], Any]) -> None:
-        """Pin what was given away, by ``pin``, which returns something to ``close``, or ``None``. Nothing more is kept
-        afterwards.
-        """
+        """Pin what was given away, by ``pin``, which returns something to ``close``, or ``None``; keep nothing more."""
         self._pinned = [pin(piece[:used]) for piece, used in zip(self._pieces, self._used, strict=True)]
         self.whole = all(pinned is not None and pinned.whole for pinned in self._pinned)
 

@@ -36,9 +36,7 @@ class MappedFiles:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """What is computed in the body is computed from the files as they were opened. Raises CheckpointError, before
-        or after it.
-        """
+        """The body computes from the files as they were opened. Raises CheckpointError, before or after it."""
         self._check()
         yield
         self._check()

@@ -86,9 +86,7 @@ class OffloadedParameter(nn.Parameter):
 
 
 def offload(parameter: nn.Parameter, stand_in: Tensor, name: str = "") -> None:
-    """Make ``parameter`` an offloaded one, called ``name`` in errors. ``stand_in``: from `nan_placeholder`.
-    Idempotent.
-    """
+    """Make ``parameter`` offloaded, called ``name`` in errors. ``stand_in``: from `nan_placeholder`. Idempotent."""
     parameter.__class__ = OffloadedParameter
     if name:
         parameter.__dict__[_NAME] = name

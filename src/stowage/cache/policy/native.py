@@ -35,9 +35,7 @@ def quick_rate(hazard: Floats) -> Floats:
 
 
 class NativeCostAware(CostAware):
-    """The cost-aware policy with its loops in C. The order, the clock and the epoch are the kernel's; everything else
-    is as in `CostAware`.
-    """
+    """`CostAware` with its loops in C: the order, the clock and the epoch are the kernel's, all else is the same."""
 
     __slots__ = ("_kernel",)
 

@@ -49,9 +49,7 @@ class ScoreOptions(Protocol):
 
 
 def wanted(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels are to compute a model of this kind: on a CUDA device where Triton is there, unless torch's
-    way was asked for.
-    """
+    """Whether the kernels are to compute such a model: on CUDA with Triton, unless torch's way was asked for."""
     return device.type == "cuda" and dtype in DTYPES and not is_on(SWITCH) and is_wanted()
 
 
@@ -157,9 +155,7 @@ def attend(
 
 
 def _columns(width: int) -> tuple[int, int]:
-    """Powers of two, of which the first columns of keys and the others are read: 128 and 64 for 192, instead of 256. No
-    others: 0.
-    """
+    """Powers of two for the first columns of keys and for the others: 128 and 64 for 192, not 256. No others: 0."""
     head = 1 << (width.bit_length() - 1)
     if head < 16:
         return 16, 0

@@ -42,9 +42,7 @@ class LongContextSwap:
         self._full = [pool for pool in kv_manager.pools if pool.group.kind is Kind.FULL]
 
     def is_long(self, sequence: Sequence) -> bool:
-        """Whether ``sequence`` is larger than the device now; its possible length is often not limited by the
-        request.
-        """
+        """Whether ``sequence`` is larger than the device now; requests often do not limit its possible length."""
         step = self._capacity.max_num_batched_tokens
         return bool(self._capacity.slabs) and any(
             blocks_needed(pool.group, len(sequence.tokens), step) > pool.blocks for pool in self._full
@@ -116,9 +114,7 @@ class LongContextSwap:
         return found
 
     def _move(self, sequence: Sequence, pool: BlockPool, need: int) -> bool:
-        """Offload the oldest chunks of ``sequence``: ``need`` blocks or some more, or fewer where it has no more.
-        Whether any was moved.
-        """
+        """Offload the oldest chunks of ``sequence``: about ``need`` blocks, or all it has. Whether any was moved."""
         per_chunk = pool.group.blocks_per_chunk
         blocks = self._movable(sequence, pool)
         if not len(blocks):

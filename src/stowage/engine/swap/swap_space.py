@@ -22,9 +22,7 @@ from stowage.executor.block_pool import BlockPool
 
 
 class SwapSpace:
-    """Copies blocks of sequences into host memory. ``namespace`` and ``nonce`` make the keys of private slots
-    unique.
-    """
+    """Copies blocks of sequences to host memory. ``namespace`` and ``nonce`` make private slots' keys unique."""
 
     def __init__(self, kv_manager: KVManager, namespace: bytes, nonce: bytes, clock: Callable[[], float]) -> None:
         self._kv_manager = kv_manager

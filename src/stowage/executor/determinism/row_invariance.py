@@ -226,9 +226,7 @@ def _grouped(
     bias: Any = None,
     out_dtype: Any = None,
 ) -> Tensor:
-    """``input`` ``[rows, in]``, sorted by expert, times ``weight`` ``[experts, in, out]``; ``offs``: where each
-    expert's rows end.
-    """
+    """``input [rows, in]``, sorted by expert, times ``weight [experts, in, out]``; ``offs``: ends of experts' rows."""
     transposed = weight.transpose(-2, -1)
     ours = offs is not None and bias is None and out_dtype is None and kernels.supports(input, transposed[0])
     if not ours and not exact:

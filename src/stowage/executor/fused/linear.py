@@ -33,9 +33,7 @@ ROWS_MAX = kernels.ROWS_FEW
 
 @dataclass(slots=True)
 class _Seen:
-    """An input that a layer was given while learning, as it was then, and the layers that followed; ``sort``: of all
-    their products.
-    """
+    """A layer's input, as it was while learning, and the layers that followed; ``sort``: of all their products."""
 
     x: Tensor
     before: Tensor

@@ -63,9 +63,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 class _OneSequence:
-    """The ``forward`` of a gated norm, which is given single tokens of several sequences as tokens of one: every row is
-    normed by itself.
-    """
+    """The ``forward`` of a gated norm, given tokens of several sequences as of one: each row is normed alone."""
 
     def __init__(self, module: nn.Module) -> None:
         self._own = module.forward
@@ -114,9 +112,7 @@ class _Norm:
 
 
 def norm_of(function: Any, args: Sequence[Any]) -> tuple[Tensor, Tensor, float, float, bool] | None:
-    """If a list of calls has ``function``, and it is a norm that the kernel computes of ``args``: what ``kernels.norm``
-    is given then.
-    """
+    """What ``kernels.norm`` is given if ``function`` in a list of calls is a norm of ``args`` that it computes."""
     if function is not _Norm.__call__.__wrapped__ or len(args) != 2:  # type: ignore[attr-defined]
         return None
     norm, x = args

@@ -59,9 +59,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def whole_prompts(model: nn.Module) -> bool:
-    """Whether a prompt's tokens are computed as generated ones are, as far as can be seen: the functions of recurrent
-    layers are all ours.
-    """
+    """Whether prompts seem to be computed as generated tokens are: all recurrent layers' functions are ours."""
     homes = [(name, module) for name, module in _homes(model) if name != ROTARY]
     others = any(name in vars(module) for _, module in homes for name in _NOT_OURS)
     return bool(homes) and not others and all(_is_ours(name, module) for name, module in homes)

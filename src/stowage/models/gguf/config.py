@@ -80,9 +80,7 @@ _TWO_ROPES: Final = {
     "mimo_v2_flash": _LOCAL_THETA,
     "olmo3": 0.0,
 }
-"""Families whose layers with a window rotate otherwise, without scaling, and by which base where no field says it; 0:
-the same.
-"""
+"""Families whose window layers rotate otherwise, without scaling, and their base where no field says it; 0: equal."""
 _TEMPERATURE: Final = 0.1
 """Of Mistral Small 4, whose files may not say it."""
 _STANDING: Final = 1e20

@@ -31,9 +31,7 @@ def head_size(file: GgufFile) -> int:
 
 
 def of_layers(file: GgufFile, key: str) -> list[int]:
-    """What is said of each layer, or of all at once; zeros where it is neither. Layers that guess tokens ahead, which
-    come last, are left out.
-    """
+    """What is said of each layer, or of all at once; else zeros. Without the last layers, which guess ahead."""
     layers, value = layers_of(file), file.fields.get(f"{file.architecture}.{key}")
     each: list[Any] = value[:layers] if isinstance(value, list) else [value] * layers
     whole = len(each) == layers and all(isinstance(one, int) and one >= 0 for one in each)

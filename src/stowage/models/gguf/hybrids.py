@@ -174,9 +174,7 @@ def mamba_layout(architecture: str, block: str, own: str) -> Layout | None:
 
 
 def shared_layout(block: str, own: str, tensors: Mapping[str, GgufTensor]) -> Layout | None:
-    """Of Granite's shared expert, which is the only feed-forward where there are no experts: gates, and what they
-    gate, are one parameter.
-    """
+    """Of Granite's shared expert, or its only feed-forward: gates and what they gate are one parameter."""
     last = "" if f"{block}.ffn_gate.weight" in tensors else "_shexp"
     names = {"input_linear.weight": ("gate", "up"), "output_linear.weight": ("down",)}.get(own, ())
     whole = [f"{block}.ffn_{part}{last}.weight" for part in names]

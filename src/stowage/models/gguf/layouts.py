@@ -58,9 +58,7 @@ def part_of(path: str) -> str:
 def layout_of(
     architecture: str, config: Any, path: str, tensors: Mapping[str, GgufTensor], rows: Mapping[str, int]
 ) -> Layout | None:
-    """``None``: as its name says, and as it is. ``path``: of a parameter in Transformers' model, all of which have
-    ``rows``.
-    """
+    """``None``: by its name, and as it is. ``path``: of a parameter in Transformers' model; all have ``rows``."""
     match = _PATH.fullmatch(path)
     if match is None:
         return altup_layout(path) if architecture == "gemma3n" else None

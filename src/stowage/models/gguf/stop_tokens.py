@@ -18,9 +18,7 @@ _ENDS: Final = frozenset(
 )
 """Tokens that end a turn or a text wherever a vocabulary has them."""
 _GO_ON: Final = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|calls|>", "<|flush|>"}))
-"""Of gpt-oss and Solar, whose answers end with these. "<|end|>" ends a message there, such as what they think before
-they answer.
-"""
+"""Of gpt-oss and Solar, which end answers with these. "<|end|>" ends a message there, such as their thoughts."""
 
 
 def named_ends(tokens: Sequence[str]) -> list[int]:

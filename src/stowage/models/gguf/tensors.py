@@ -40,9 +40,7 @@ _BIASES: Final = {"e_score_correction_bias": "e_score_correction.bias", "expert_
 
 
 def rope_factors(file: GgufFile) -> dict[str, NDArray[np.float32]]:
-    """What each frequency of the rotary embeddings is divided by, where a file says so, by what the tensors are called.
-    Raises CheckpointError.
-    """
+    """By a tensor's name, what each rotary frequency is divided by, if a file says so. Raises CheckpointError."""
     found = {name: file.tensors[f"{name}.weight"] for name in _ROPE_FACTORS if f"{name}.weight" in file.tensors}
     for tensor in found.values():
         if tensor.type.name != "F32" or len(tensor.shape) != 1 or not 1 <= tensor.shape[0] <= 1 << 12:

@@ -26,9 +26,7 @@ _FIRST_MISTRAL: Final = {
 
 
 def kinds_of(file: GgufFile) -> list[str] | None:
-    """Of each layer whether it has a window, where a file says it layer by layer, or that each n-th has none. Raises
-    CheckpointError.
-    """
+    """Which layers have a window, where a file says it by layer, or by each n-th. Raises CheckpointError."""
     said = file.fields.get(f"{file.architecture}.attention.sliding_window_pattern")
     if type(said) is int:
         said = [not said or (layer + 1) % said > 0 for layer in range(layers_of(file))]

@@ -54,9 +54,7 @@ def meta_model(part: TextPart, dtype: torch.dtype) -> Any:
 
 
 def dtype_of(config: Any, files: Sequence[Path], asked: str) -> str:
-    """What a model is meant to be run in: as ``asked``, or of ``auto`` what the config says, or the type of most other
-    weights.
-    """
+    """What a model is to be run in: as ``asked``; ``auto``: as the config says, or the type of most other weights."""
     if asked != "auto":
         return asked
     stated = getattr(config, "dtype", None)

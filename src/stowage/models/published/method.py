@@ -314,9 +314,7 @@ def _count(value: Any) -> int:
 
 
 def _matches(base: str, rule: str) -> bool:
-    """Whether a rule of a config means the module ``base``: a name, the end or a part of one, a pattern, or one with
-    wildcards.
-    """
+    """Whether a config's rule means the module ``base``: a name, an end or a part of one, a pattern, wildcards."""
     if rule.startswith("re:"):
         try:
             return re.match(rule[3:], base) is not None

@@ -22,9 +22,7 @@ Tokens = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The tokens of one call. ``tokens[row]``: all of one length. Of the first ``plain`` of them it is certain that
-    they count as they are.
-    """
+    """The tokens of one call, ``tokens[row]``, of one length. The first ``plain`` certainly count as they are."""
 
     tokens: list[list[int]]
     plain: int

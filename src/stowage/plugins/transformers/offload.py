@@ -1,6 +1,4 @@
-"""`stowage.offload`: a Transformers model whose weights live where a budget says, for scripts that call
-``generate()``.
-"""
+"""`stowage.offload`: a Transformers model whose weights live where a budget says, for calls of ``generate()``."""
 
 from __future__ import annotations
 

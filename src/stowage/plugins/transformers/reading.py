@@ -30,9 +30,7 @@ _POLL_S = 0.1
 
 
 class Reader:
-    """Reads caches of one model from ``store``. ``timeout_s``: the longest wait for shared stores to say what they
-    have.
-    """
+    """Reads caches of one model from ``store``. ``timeout_s``: the longest wait for shared stores' answers."""
 
     def __init__(
         self,

@@ -241,9 +241,7 @@ def resumed(scheduled: Any) -> Iterable[str]:
 
 
 class StepBlocks:
-    """vLLM's blocks of the requests of a step, while it is being built. vLLM's own lists are read, since a copy of them
-    is linear in the prompt.
-    """
+    """vLLM's blocks of the requests of a step that is being built: its own lists, for copying them takes long."""
 
     def __init__(self, scheduled: Any) -> None:
         self._state = getattr(scheduled, "kv_connector_block_state", None)
@@ -315,9 +313,7 @@ def uses_embeddings(request: Any) -> bool:
 
 
 def reads_cache(request: Any) -> bool:
-    """Whether vLLM takes any part of this prompt from a cache: not where all of its log-probabilities or hidden states
-    are asked for.
-    """
+    """Whether vLLM takes any of this prompt from a cache: not if all log-probabilities or states are asked for."""
     return not getattr(request, "skip_reading_prefix_cache", False)
 
 

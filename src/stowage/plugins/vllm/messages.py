@@ -26,9 +26,7 @@ from stowage.plugins.vllm.memory import SharedArena
 
 @dataclass(frozen=True)
 class Part(KVConnectorHandshakeMetadata):
-    """What one rank holds of every block: ``pieces`` by group. ``machine``: the same for processes that can share
-    memory.
-    """
+    """What one rank holds of every block: ``pieces`` by group. ``machine``: the same for those that share memory."""
 
     machine: str
     num_blocks: int

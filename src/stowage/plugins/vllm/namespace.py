@@ -185,9 +185,7 @@ class Namespaces:
         self._adapters: dict[tuple[int, Path], _Adapter] = {}
 
     def of(self, request: Any) -> bytes:
-        """Raises ``OSError`` when the adapter's files cannot be read, ``ValueError`` when they are not those that the
-        workers have.
-        """
+        """Raises ``OSError`` for adapter files that cannot be read, ``ValueError`` where the workers have others."""
         name = self._engine
         lora = adapter.adapter_of(request)
         if lora is not None:

@@ -50,9 +50,7 @@ _COUNTS = (
 
 
 class SchedulerSide:
-    """The scheduler's side of one engine. Does nothing before ``connect``. ``hash_tokens``: per block hash, where vLLM
-    wants events.
-    """
+    """The scheduler's side of one engine; idle before ``connect``. ``hash_tokens``: per block hash, for events."""
 
     def __init__(
         self, config: Any, shapes: Sequence[adapter.GroupShape], options: Options, hash_tokens: int = 0

@@ -325,9 +325,7 @@ class Storing:
         return failed
 
     def _end(self, number: int, answered: list[tuple[int, _Writing]]) -> bool:
-        """The last rank has written. True: ranks differ in what they hold alike, and nothing is stored. Answers go into
-        ``answered``.
-        """
+        """The last rank has written. True: ranks differ, and nothing is stored. Answers go into ``answered``."""
         writing = self._writing.pop(number)
         if any(len(digests) > 1 for digests in writing.digests.values()):
             self._drop(writing)

@@ -123,9 +123,7 @@ class Directory:
         self._fd = self._before = -1
 
     def is_removed(self) -> bool:
-        """Whether somebody has removed the directory while it was open; counted once. To be asked now and then. Raises
-        OSError.
-        """
+        """Whether the directory was removed while open; counted once. To be asked now and then. Raises OSError."""
         if self._before >= 0:
             self.system.descriptors.close(self._before)
             self._before = -1
@@ -136,9 +134,7 @@ class Directory:
         return gone
 
     def renew(self) -> None:
-        """Opens what is there now instead of what was removed, made where it is missing. Raises OSError where it cannot
-        be used.
-        """
+        """Opens what is there now instead of what was removed, or makes it. Raises OSError if it cannot be used."""
         try:
             fd = self.system.descriptors.open_directory(self.path)
         except DirectoryError as error:

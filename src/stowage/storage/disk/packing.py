@@ -86,9 +86,7 @@ def _most(length: int) -> int:
 
 
 class Packer:
-    """Used by one thread, the tier's writer. `is_late`: stores queue up; without `is_auto` neither that nor `rates`
-    changes anything.
-    """
+    """For one thread, the tier's writer. `is_late`: stores queue up; it and `rates` count with `is_auto` alone."""
 
     def __init__(
         self,

@@ -81,9 +81,7 @@ class Meter:
 
 
 class _Choice:
-    """Whether chunks are packed: yes at first. It is judged by meters, when enough was measured by the first one. Used
-    by one thread.
-    """
+    """Whether chunks are packed: yes, until meters judge, when the first has measured enough. For one thread."""
 
     def __init__(self, *meters: Meter) -> None:
         self._meters = meters

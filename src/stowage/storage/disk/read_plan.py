@@ -193,9 +193,7 @@ class Plan:
 
 
 def make_plan(positions: IntArray, found: LookupResult, opened: Opened, readers: int, rest: Plan | None = None) -> Plan:
-    """A plan of chunks that were found, and of the rest of another plan. Leaves out chunks of segments that are not in
-    `opened`: they are gone.
-    """
+    """A plan of found chunks and of the rest of another plan, without those whose segments are not `opened`."""
     known: dict[int, tuple[SegmentName, Guard]] = {}
     for segment in np.unique(found.segments).tolist():
         one = opened(segment)

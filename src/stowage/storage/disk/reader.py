@@ -99,9 +99,7 @@ class Reader:
         return results
 
     def read(self, run: Run) -> list[Result]:
-        """Reads the chunks as they are stored, without unpacking; returns each one's result. Never raises because of
-        the disk or the file.
-        """
+        """Reads chunks as stored, without unpacking; returns each one's result. Never raises for disk or file."""
         return self._verify(self._fetch(run))
 
     def _fetch(self, run: Run) -> Fetched:

@@ -138,9 +138,7 @@ class _Part:
         return [(self.active, self.active.finish(self._pages.popleft()))]
 
     def write_left(self) -> Iterator[Whole]:
-        """After a failure: writes header pages that were made (again, if they were being written). Raises OSError; the
-        pages before count.
-        """
+        """After a failure: writes (again) header pages that were made. Raises OSError; the pages before count."""
         while self._pages:
             yield from self.write_page(self._pages[0])()
 
@@ -251,9 +249,7 @@ class WritePipeline:
         return batch
 
     def _has_next(self) -> bool:
-        """Whether there is more, and another segment for it. At most two are open: the one before must be whole
-        first.
-        """
+        """Whether there is more, and a segment for it. At most two are open: the one before must be whole first."""
         if self._is_stuck or self._odd is not None or len(self._parts) > 1:
             return False
         ahead = self._stream.peek(1)

@@ -137,9 +137,7 @@ def unseal(
 
 
 def _verified(head: Head, payload: memoryview, room: memoryview | None) -> memoryview:
-    """What was stored: ``payload``, or of a cipher what is made of it, in ``room`` where there is one. Raises
-    FormatError.
-    """
+    """What was stored: ``payload``, or what a cipher makes of it, in ``room`` if there is any. Raises FormatError."""
     if isinstance(head.guard, Cipher):
         room = memoryview(bytearray(head.length)) if room is None else room
         stream = head.guard.decrypt(head.fields, HEAD_BYTES, head.digest)

@@ -1,6 +1,4 @@
-"""A record of what this process has put into a store, oldest first, so that it can keep to a limit there. For one event
-loop.
-"""
+"""What this process has put into a store, oldest first, so that it can keep to a limit there. For one event loop."""
 
 from __future__ import annotations
 

@@ -46,9 +46,7 @@ class Identity:
 
 
 class RemoteTransfers:
-    """The transfers and look-ups of one shared tier. `health` knows whether the store answers, `room` whether it takes
-    anything.
-    """
+    """Transfers and look-ups of a shared tier. `health`: whether the store answers; `room`: whether it takes more."""
 
     def __init__(
         self,

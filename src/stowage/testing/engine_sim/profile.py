@@ -37,9 +37,7 @@ RARE: Final = frozenset({"broken", "hiccup", "undelivered", "load_hung"})
 
 @dataclass(slots=True)
 class EngineFaults(FaultProfile):
-    """`violations`: what was found wrong where the engine would take what is raised for a fault of the model or of a
-    tier.
-    """
+    """`violations`: what was found wrong where the engine would take a raised error for a model's or a tier's."""
 
     violations: list[str] = field(default_factory=list)
     faults: ClassVar[Sequence[str]] = FAULTS

@@ -36,9 +36,7 @@ def config(family: str, size: TinySize | None = None, **overrides: Any) -> Any:
 
 
 def outer_config(row: Outer, size: TinySize, overrides: Mapping[str, Any]) -> Any:
-    """The config of the whole model. ``overrides`` are of the text part, but for whether its embedding is the output
-    layer.
-    """
+    """The whole model's config. ``overrides``: of the text part, but for whether its embedding is the output layer."""
     from transformers import AutoConfig
 
     text = TABLE[row.text].fields(size) | row.changed(size) | dict(overrides)

@@ -87,9 +87,7 @@ def _gemma4_unified(size: TinySize) -> dict[str, Any]:
 
 
 def _llama4(size: TinySize) -> dict[str, Any]:
-    """Chunked-local layers with rope, full ones without it, temperature on the latter, experts in every second
-    layer.
-    """
+    """Chunked-local layers with rope, full ones without it, temperature on these, experts in every second layer."""
     return with_heads(size) | {
         "intermediate_size_mlp": 2 * size.hidden,
         "attention_chunk_size": 96,

@@ -33,9 +33,7 @@ class ExpertUsage:
         shares += learned * (np.minimum(chosen / tokens, 1.0) - shares)
 
     def distances(self, units: NDArray[np.int64], experts: NDArray[np.int64], now: int) -> NDArray[np.float64]:
-        """The expected number of units until expert ``experts[i]`` of ``units[i]`` is used again; ``now``: the current
-        unit.
-        """
+        """Expected units until expert ``experts[i]`` of ``units[i]`` is used again; ``now``: the current unit."""
         around = len(self._shares)
         ahead = (units - now - 1) % around
         shares = np.maximum(self._shares[units, experts], _SHARE_LEAST)

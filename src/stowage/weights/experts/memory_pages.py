@@ -37,9 +37,7 @@ def mappings_most() -> int:
 
 
 class Span:
-    """A range of addresses: ``nbytes`` of reserved addresses, which take no memory themselves. They live as long as
-    ``memory`` does.
-    """
+    """``nbytes`` of reserved addresses, which take no memory themselves. They live as long as ``memory`` does."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = reserved(nbytes)

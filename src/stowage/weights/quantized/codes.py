@@ -153,9 +153,7 @@ def _tile_dtype(x: Tensor) -> torch.dtype:
 
 
 class _Workspace(threading.local):
-    """Memory that weights are unpacked into, one for each thread, device and type; as large as the largest tile so
-    far.
-    """
+    """Memory to unpack weights into, one for each thread, device and type; as large as the largest tile so far."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[torch.device, torch.dtype, str], Tensor] = {}

@@ -71,9 +71,7 @@ class Codes:
 
 
 def fit(weight: Tensor, grid: Grid, inputs: Inputs | None = None) -> Codes:
-    """``weight`` (outputs, inputs), float32, as ``grid`` has it. Raises CheckpointError for NaN, infinity and what the
-    format cannot hold.
-    """
+    """``weight`` (outputs, inputs), float32, as ``grid`` has it. Raises CheckpointError for what it cannot hold."""
     if inputs is None:
         grouped = weight.view(len(weight), -1, grid.group)
         found = grid.scales(grouped, grouped.new_ones(grouped.shape[1:]))

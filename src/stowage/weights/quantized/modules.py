@@ -135,9 +135,7 @@ def _untied(model: Any, head: Any, shared: Collection[str]) -> Iterator[Target]:
 
 
 def _loops(module: nn.Module) -> bool:
-    """Whether ``module`` is experts that Transformers can run in several ways, one of which is a loop that indexes the
-    stacks by expert.
-    """
+    """Whether ``module`` is experts that Transformers can run as a loop that indexes the stacks by expert."""
     stated = all(hasattr(module, name) for name in ("is_transposed", "has_gate", "is_concatenated"))
     return stated and hasattr(type(module).forward, "__wrapped__")
 

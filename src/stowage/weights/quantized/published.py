@@ -178,9 +178,7 @@ def fill(model: Any, files: Sequence[Path], spans: Mapping[str, Sequence[Span]],
 
 
 def computes_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let ``model`` say that its type is ``dtype``. Transformers says that of the first parameter, which may be a code
-    or a scale.
-    """
+    """Let ``model``'s type be ``dtype``: Transformers takes the first parameter's, which may be a code or a scale."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.dtype is not dtype:
             plain: Any = type(module)

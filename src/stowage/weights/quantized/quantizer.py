@@ -1,6 +1,4 @@
-"""Makes Transformers build models whose modules are replaced before anything is loaded, by a name of ours in
-``quantization_config``.
-"""
+"""Makes Transformers build models whose modules are replaced before loading, by our name in ``quantization_config``."""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ from stowage.models.probing import RAISED_BY_MODELS
 
 GRAPHS_MAX = 96
 BOUND = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""By how much logits may differ from the plain step's, relative to the largest: batches of other sizes are rounded
-differently.
-"""
+"""How far logits may be from the plain step's, relative to the largest: batches of other sizes round otherwise."""
 
 
 def rules(dtype: torch.dtype, *, exact: bool = False) -> Rules:

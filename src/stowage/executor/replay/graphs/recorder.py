@@ -30,9 +30,7 @@ class Recorder(Protocol):
         """Device memory that the recordings hold together."""
 
     def capture(self, function: Callable[[], Tensor]) -> Recording:
-        """Capture ``function``, which may be called a few times before as a warm-up. Raises what the function and the
-        device raise.
-        """
+        """Capture ``function``, after a few calls of it as a warm-up. Raises what it and the device raise."""
 
     def forget(self) -> None:
         """Free the memory of every recording; none may be replayed any more."""

@@ -54,9 +54,7 @@ class RecordedRows:
     room: Size
 
     def replay(self, given: Sequence[Tensor]) -> Tensor:
-        """Make the calls with a step's input tensors, the first of which has its rows; return the logits. The arena is
-        freed afterwards.
-        """
+        """Make the calls with a step's inputs, whose first has its rows; returns the logits, and frees the arena."""
         rows = len(given[0])
         room = torch.empty(self.room.at(rows), dtype=torch.uint8)
         self.addresses[0] = room.data_ptr()

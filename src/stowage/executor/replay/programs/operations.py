@@ -65,9 +65,7 @@ _JOINTS = frozenset("cat concat concatenate stack".split())
 
 
 def operations(buffers: Buffers, call: TracedCall) -> list[Operation] | None:
-    """The operations of ``call``: none, if its result is a view; ``None``: it stays a Python call. Called once for each
-    call in turn.
-    """
+    """Operations of ``call``: none for a view; ``None``: it stays a Python call. Called for each call, in turn."""
     found = buffers.step.objects.get(call.result)
     if call.name == ARRIVAL:
         buffers.forget(found)

@@ -131,9 +131,7 @@ def _is_there(buffers: Buffers, index: int) -> bool:
 
 
 def put(buffers: Sequence[Buffer], sizes: Sequence[Size]) -> Size:
-    """Give each of ``buffers`` of these ``sizes`` an offset at which no other lies that is used at the same time;
-    returns the size of all.
-    """
+    """Give ``buffers`` of these ``sizes`` offsets apart from all used at the same time; returns the size of all."""
     there: list[tuple[Buffer, Size, Size]] = []
     total = Size(0)
     for buffer, size in sorted(zip(buffers, sizes, strict=True), key=lambda pair: pair[0].first):
