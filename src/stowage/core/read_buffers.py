@@ -35,9 +35,7 @@ class ReadBuffers:
         return self._in_flight_bytes < IN_FLIGHT_BYTES_MAX and self._held_bytes < HELD_BYTES_MAX
 
     def acquire(self, nbytes: int) -> memoryview:
-        """A page-aligned buffer of at least ``nbytes``; `read_done` and then `release` follow. Raises OSError where the
-        system has no more memory.
-        """
+        """A page-aligned buffer of at least ``nbytes``; `read_done`, then `release` follow. Raises OSError."""
         if nbytes > self._buffer_bytes:
             buffer = pages(nbytes)
         else:

@@ -133,9 +133,7 @@ class Grammars:
                 self._sound.add(digest)
 
     def literal(self, text: str) -> str:
-        """``text`` in a grammar of Lark's notation, where special tokens of this tokenizer stand by their ids. Raises
-        RequestError as ``begin``.
-        """
+        """``text`` as a grammar in Lark's notation, this tokenizer's special tokens by id. Raises RequestError."""
         with self._lock:
             self._library()
             added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()

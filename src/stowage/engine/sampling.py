@@ -54,9 +54,7 @@ def check_logits(logits: Tensor) -> int:
 
 
 class Sampler:
-    """Samples the tokens of one sequence. ``prompt``: its tokens; ``eos``: the model's end-of-sequence tokens;
-    ``grammar``: that of the answer.
-    """
+    """Samples one sequence. ``prompt``: its tokens; ``eos``: what ends it; ``grammar``: that of the answer."""
 
     def __init__(
         self,

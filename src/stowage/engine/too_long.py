@@ -10,9 +10,7 @@ from stowage.executor.determinism.pieces import remedy
 
 
 def too_long(sequence: Sequence, parts: Parts, memory: Memory, no_offload_reason: str) -> BudgetError:
-    """The error, with what would be enough. ``no_offload_reason``: why exact answers exclude
-    offloaded keys; empty: they do not.
-    """
+    """The error, with what would be enough. ``no_offload_reason``: why exactness excludes offloaded keys, or ""."""
     length = sequence.length_max
     need = parts.capacity.least_device_bytes(length, recorded=parts.graphs is not None)
     host = memory.arena_bytes

@@ -49,9 +49,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """Single tokens. ``blocks`` is ``[sequences, blocks]``; ``bias`` ``[sequences, 1, 1, keys]`` is 0 or -inf, or
-    ``None`` when all is seen.
-    """
+    """Single tokens. ``blocks [sequences, blocks]``; ``bias [sequences, 1, 1, keys]``: 0 or -inf; None: all is seen."""
 
     blocks: torch.Tensor
     keys: int

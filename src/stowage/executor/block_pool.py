@@ -105,9 +105,7 @@ class BlockPool:
         return len(self._cached)
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` zeroed blocks with one user each, or ``None`` when so many are not to be had. Evicts the least
-        recently used cached blocks.
-        """
+        """``count`` zeroed blocks with one user each, evicting the least recently used; ``None``: there are fewer."""
         if count > self.available:
             return None
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]

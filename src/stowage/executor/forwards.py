@@ -57,9 +57,7 @@ class Forwards:
     pieces_at_once: bool = False
 
     def cut(self, work: Sequence[Work]) -> list[tuple[list[Work], Iterable[Forward]]]:
-        """Groups of items of ``work``, each with its forwards. An item that takes several forwards is a group of its
-        own; decode tokens come first.
-        """
+        """Groups of ``work``, each with its forwards, decode tokens first. What takes several is a group of its own."""
         return [
             (part, (self._forward(part),) if self._at_once(part) else self._in_turn(part[0]))
             for part in self._parts(order(work))

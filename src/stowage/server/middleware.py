@@ -204,9 +204,7 @@ class Middleware:
 
 
 def _to_origin_form(scope: Scope) -> None:
-    """Take a whole URI in the request line, as for a proxy, for its path; its host stands for the header `Host` then
-    (RFC 9112, section 3.2.2).
-    """
+    """Take a URI in the request line for its path, and its host for the header `Host` (RFC 9112, section 3.2.2)."""
     found = _ABSOLUTE.match(scope["raw_path"])
     if found is None:
         return

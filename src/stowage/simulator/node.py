@@ -36,9 +36,7 @@ _LOOK_EVERY_S: Final = 0.005
 
 @dataclass(slots=True)
 class Outcomes:
-    """The results of one node's prompts, as columns: prompt number, time to first token, and reused tokens
-    (`reused[i]` from tier i).
-    """
+    """One node's results, as columns: prompt, time to first token, reused tokens (`reused[i]` from tier i)."""
 
     prompts: array[int]
     ttft_s: array[float]

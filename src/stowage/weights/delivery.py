@@ -172,9 +172,7 @@ class Rows(Delivered):
         return self._module._parameters.get(self._own) is not self.parameters[0]
 
     def read(self, ids: Tensor, readers: Readers) -> tuple[Tensor, int]:
-        """Read the rows of ``ids`` (any shape) into the module's weight. Returns their indices there, in the same
-        shape, and the number of bytes read.
-        """
+        """Read rows of ``ids`` (any shape) into the weight. Returns their indices there, alike, and the bytes read."""
         self.check()
         rows, numbers = torch.unique(ids, return_inverse=True)
         wanted = rows.tolist()

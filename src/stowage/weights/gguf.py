@@ -113,9 +113,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A parsed GGUF file, or several that hold one model. ``fields``: the metadata of the first file, by key.
-    ``tensors``: of all files, by name.
-    """
+    """A parsed GGUF file, or several of one model. ``fields``: the first one's, by key; ``tensors``: all, by name."""
 
     paths: tuple[Path, ...]
     fields: Mapping[str, Any]

@@ -24,9 +24,7 @@ def snapshot_spacing(wanted_tokens: int, grid: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent(GroupStrategy):
-    """One snapshot per chunk, one block per chunk: `block_table[i]` is the block of the snapshot after
-    (i + 1) * block_tokens tokens.
-    """
+    """One snapshot per chunk, of one block: `block_table[i]` is that after (i + 1) * block_tokens tokens."""
 
     def needed_blocks(self, boundary: int) -> range:
         self._check_boundary(boundary)

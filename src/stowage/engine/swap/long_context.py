@@ -88,9 +88,7 @@ class LongContextSwap:
         return min(rooms, default=0)  # without full groups nothing can be moved
 
     def make_room(self, missing: Items[int], sequences: Items[Sequence]) -> bool:
-        """Offload chunks of the long ones among ``sequences``, in their order, until each pool has ``missing`` blocks
-        available; returns whether it has.
-        """
+        """Offload chunks of long ``sequences``, in order, until pools have ``missing`` blocks; whether they have."""
         short = [(p, need) for p, need in zip(self._kv_manager.pools, missing, strict=True) if need > p.available]
         if any(pool.group.kind is not Kind.FULL or need > pool.blocks for pool, need in short):
             return False

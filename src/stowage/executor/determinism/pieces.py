@@ -67,9 +67,7 @@ def exactness_of(deterministic: bool, batch_dependent: bool) -> Exactness:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """How a prompt is cut. ``grid``: pieces end at its multiples, or at the prompt's end; 1: anywhere. ``alone``: each
-    piece is a forward of its own.
-    """
+    """How prompts are cut: ``grid``: at its multiples, or the end; 1: anywhere. ``alone``: one forward for each."""
 
     grid: int = 1
     alone: bool = False

@@ -33,9 +33,7 @@ that is near a tie may choose another expert.)"""
 
 
 def proved_layout(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int) -> ModelLayout:
-    """The layout of a fallback model (``models.fallback_layout.probe``), which has passed the trial. Raises
-    ``UnsupportedModelError``.
-    """
+    """The layout of a fallback model that has passed the trial. Raises ``UnsupportedModelError``."""
     try:
         layout = probe(model, block_tokens, chunk_blocks)
         prove(model, layout)

@@ -44,9 +44,7 @@ class ReplayBackend(Protocol[StepT_contra, RecordingT]):
         """The recurrent states that ``step`` changes, as views."""
 
     def record(self, shape: StepShape, step: StepT_contra) -> tuple[RecordingT, Tensor | None]:
-        """A recording for ``shape``, and the logits of ``step`` if recording computed them. Raises ``CaptureError``, or
-        ``torch.OutOfMemoryError``.
-        """
+        """A recording for ``shape``, and ``step``'s logits if it has any. Raises ``CaptureError``, OutOfMemoryError."""
 
     def replay(self, recording: RecordingT, step: StepT_contra) -> Tensor:
         """The logits of ``step``, in new memory; states are changed in place."""

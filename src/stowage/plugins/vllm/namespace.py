@@ -146,9 +146,7 @@ def _instructions() -> str:
 
 
 def _weights(model: Any, config: Any) -> str:
-    """A name for the content of the weights: a digest of the files, or the hub's commit. Where there is neither, one
-    that no other process has.
-    """
+    """A name for the weights' content: a digest of the files, or the hub's commit; else one of this process."""
     load_format = str(config.load_config.load_format)
     if "dummy" in load_format:
         return _private(f"the weights are random (load_format={load_format})")

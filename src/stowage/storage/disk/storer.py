@@ -365,9 +365,7 @@ class Storer:
         return begun
 
     def _next_segment(self, stream: WriteQueue, length: int) -> ActiveSegment | None:
-        """A new segment for a payload of that length, while the previous one is still being written. None: not now;
-        retry when that one is finished.
-        """
+        """A new segment for a payload of that length, beside the one being written. None: retry when that is done."""
         before = set(self._open)
         try:
             return self._begin(stream, length, lock_timeout_s=0)

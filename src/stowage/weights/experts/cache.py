@@ -25,9 +25,7 @@ from stowage.weights.reader import Read, Readers
 
 
 def chosen(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The router's choices among a forward's arguments: integers, (tokens, experts per token). Raises
-    UnsupportedModelError when there are none.
-    """
+    """The router's choices among a forward's arguments: (tokens, experts), integers. Raises UnsupportedModelError."""
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
     found = [t for t in tensors if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)]
     if len(found) != 1:

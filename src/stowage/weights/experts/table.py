@@ -136,9 +136,7 @@ class ExpertTable(ABC):
         assert self._filling.keys() <= set(there.tolist())
 
     def _counts(self, layer: int, choices: Tensor) -> NDArray[np.int64]:
-        """How often each expert of ``layer`` was chosen, (experts). Larger numbers, with which some models mark
-        choices of no expert, are ignored.
-        """
+        """How often each expert of ``layer`` was chosen, (experts). Larger numbers mean no expert, and are ignored."""
         ids = choices.detach().reshape(-1).numpy().astype(np.int64)
         real = ids[(ids >= 0) & (ids < self._experts[layer])]
         return np.bincount(real, minlength=self._frame.shape[1])
