@@ -13,9 +13,7 @@ BLOCK_TOKENS: Final = 16
 def conversations(
     prompts: int, seed: int = 0, *, people: int = 12, gap_ms: int = 1000, longest: int = 30
 ) -> list[dict[str, object]]:
-    """Lines of a trace. Everybody's first block is the same; a conversation goes on from its last prompt, or is a new
-    one.
-    """
+    """Lines of a trace. All share the first block; a conversation goes on from its last prompt, or is a new one."""
     chance = random.Random(seed)
     ids = iter(range(1, 1 << 40))
     histories: list[list[int]] = [[0] for _ in range(people)]

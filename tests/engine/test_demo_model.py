@@ -1,6 +1,4 @@
-"""The committed model, through the engine: its perplexity does not depend on where a prefix came from, and the demo
-does what it says.
-"""
+"""The committed model: its perplexity does not depend on where a prefix came from; the demo does what it says."""
 
 from __future__ import annotations
 

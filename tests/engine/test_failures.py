@@ -171,9 +171,7 @@ def test_full_disk_costs_hits_not_requests(engines, references, tmp_path, disk_f
 
 
 def test_tier_that_takes_no_loads(engines, references, tmp_path, monkeypatch):
-    """A tier may know chunks and refuse to load them (its queue is full): they are computed, and not asked for
-    again.
-    """
+    """A tier may know chunks and refuse to load them (its queue is full): they are computed, and asked for no more."""
     engine = with_disk(engines, "llama", tmp_path)
     ask(engine, references, "llama")
     leave_only_disk(engine)

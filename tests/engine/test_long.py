@@ -63,9 +63,7 @@ def opened():
 
 
 def device_bytes(layouts, percent):
-    """Windows and states have what they need; full groups ``percent`` of it, and no less than an engine can open
-    with.
-    """
+    """Windows and states have what they need; full groups ``percent`` of it, at least what an engine can open with."""
     least = max(layout.group.block_tokens for layout in layouts)
     total = 0
     for layout in layouts:
@@ -207,9 +205,7 @@ def test_preempted_again_and_again(family, opened):
 
 
 def test_what_others_hold_in_host_memory_is_given_up(opened):
-    """A short sequence that was preempted holds slots that the long one, which alone runs, comes to need: it is
-    computed again.
-    """
+    """A preempted short sequence holds slots that the long one, which alone runs, comes to need: it is recomputed."""
     engine = opened("llama", 40, host_memory="192KiB", max_num_seqs=1)
     scheduler, schedule, steps = engine._scheduler, engine._scheduler.schedule, []
 

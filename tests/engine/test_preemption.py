@@ -1,6 +1,4 @@
-"""A pool smaller than the sequences need: they take turns through host memory, nothing is computed twice, no answer
-changes.
-"""
+"""A pool smaller than the sequences need: they take turns through host memory; nothing is computed twice or wrong."""
 
 import pytest
 
@@ -37,9 +35,7 @@ def test_without_host_it_is_computed_again(family, engines, references):
 
 
 def test_host_too_small_for_the_spill(engines, references):
-    """The arena holds a few chunks only: some sequences cannot be spilled and are computed again; answers stay
-    right.
-    """
+    """The arena holds a few chunks only: some sequences cannot be spilled and are recomputed; answers stay right."""
     engine = small_pool(engines, "llama", host_memory="128KiB")
     prompts = [random_prompt(60 + i, seed=i) for i in range(6)]
     for prompt, completion in zip(prompts, engine.generate(prompts, greedy(90)), strict=True):

@@ -1,6 +1,4 @@
-"""A prefix comes back from every tier, also after a restart, also from the middle of an earlier prompt, and never
-changes an answer.
-"""
+"""A prefix comes back from every tier, after a restart, from within an earlier prompt, and never changes an answer."""
 
 from __future__ import annotations
 
@@ -59,9 +57,7 @@ def test_every_tier(family, engines, references, tmp_path):
 @pytest.mark.parametrize("family", mostly_rare(KINDS, ["llama", "gemma3", "llama4", "nemotron_h"]))
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_middle_hit(family, tier, engines, references, tmp_path):
-    """F10: a prompt that shares only the first 60 % of an earlier one reuses it, on sliding and recurrent models
-    too.
-    """
+    """F10: a prompt that shares the first 60 % of an earlier one reuses it, on sliding and recurrent models too."""
     engine = engines(
         family, host_memory="32MiB", disk=f"{tmp_path / 'cache'}:64MiB", snapshot_tokens=128, kv_cache_memory="16MiB"
     )

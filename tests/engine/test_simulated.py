@@ -148,9 +148,7 @@ class TimedTier(DictTier):
 
 @contextmanager
 def timed(model: Path, memory: Memory, of: Scenario, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Clock]]:
-    """An engine whose clock is the simulation's: computing and transfers take what the scenario says, all else no
-    time.
-    """
+    """An engine on a simulated clock: computing and transfers take what the scenario says, all else no time."""
     clock = Clock()
     tier = TimedTier(of.disk, clock)
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=clock, sleep=lambda _: None))

@@ -1,6 +1,4 @@
-"""Bits that flip at rest: a chunk is exact or absent, whichever bit it was; the tier counts it, and the next store
-repairs it.
-"""
+"""Bits that flip at rest: a chunk is exact or absent, whichever bit it was; the tier counts it, a store repairs it."""
 
 from __future__ import annotations
 

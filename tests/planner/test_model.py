@@ -70,9 +70,7 @@ def test_every_layer_has_the_parameters_of_the_real_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", mostly_rare(all_of(TABLE), MOST_UNLIKE))
 def test_parameters_and_cached_bytes_are_those_of_the_engine(name: str) -> None:
-    """Of all families: every layer's rows and states, their windows and kinds; where parameters lie and what chooses
-    among experts.
-    """
+    """Of all families: every layer's rows and states, windows and kinds; where parameters lie; what chooses experts."""
     model, _ = planned(name, TinySize())
     real = tiny_models.build(name)
     layout = probe(real, dict.fromkeys(Kind, 16), 4)

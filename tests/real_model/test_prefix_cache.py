@@ -1,6 +1,4 @@
-"""``PrefixCache(exact=True)`` on a real model, in its own bfloat16: turns of a chat give the bits of a run in which
-nothing was stored.
-"""
+"""``PrefixCache(exact=True)`` on a real model in bfloat16: turns of a chat give the bits of a run without a store."""
 
 from __future__ import annotations
 

@@ -32,9 +32,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 GARBAGE = 0x3C, 0x43
-"""Bytes that make numbers between 0.01 and 200 in every floating type: wrong, and never a NaN that a kernel would
-multiply by zero.
-"""
+"""Bytes that make numbers from 0.01 to 200 in every floating type: wrong, and never NaN, which zero does not hide."""
 STALL_S = 600.0
 """An engine that has not finished after so long never will."""
 

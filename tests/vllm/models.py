@@ -159,9 +159,7 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class Refused:
-    """``reasons``: of one of these a part is what vLLM says, at the start or at the first prompt; which one, the
-    processor decides.
-    """
+    """A part of one of ``reasons`` is what vLLM says, at the start or the first prompt; the processor decides which."""
 
     family: Family
     reasons: tuple[str, ...]

@@ -115,9 +115,7 @@ def test_a_corrupted_directory(name: str, start: Start, tmp_path: Path) -> None:
 
 
 def test_a_full_disk(start: Start, tmp_path: Path) -> None:
-    """Case F4: 40 MiB under a limit of 256. It costs hits; every request is answered, and what host memory has is
-    found.
-    """
+    """Case F4: 40 MiB under a limit of 256. It costs hits; all is answered, and what host memory has is found."""
     (tmp_path / "small").mkdir()
     try:
         engine = start("llama", connector("16MiB", tmp_path / "small"), mount=(tmp_path / "small", 40))

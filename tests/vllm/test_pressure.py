@@ -145,9 +145,7 @@ def test_abort_while_a_copy_is_running(name: str, start: Start) -> None:
 
 
 def test_a_reset_of_everything(start: Start, tmp_path: Path) -> None:
-    """vLLM's reset with ``reset_connector``: what was stored before is not found, not even on disk; what is stored
-    afterwards is.
-    """
+    """vLLM's reset with ``reset_connector``: what was stored before is not found, nor on disk; what follows is."""
     engine = start("llama", connector(disk=tmp_path / "cache"))
     engine.generate(prompt(700))
     assert engine.ask("reset", connector=True)

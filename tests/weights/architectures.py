@@ -1,6 +1,4 @@
-"""Tiny random models of every kind of architecture, large enough that their weights come and go, and what to give
-them.
-"""
+"""Tiny random models of every kind of architecture, large enough for their weights to move, and inputs for them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What converters write of families with layers of Mamba 2 (llama.cpp: `conversion/granite.py`, `mamba.py` and
-`nemotron.py`).
-"""
+"""What llama.cpp's converters write of families with Mamba 2: `conversion/granite.py`, `mamba.py`, `nemotron.py`."""
 
 from __future__ import annotations
 

@@ -182,9 +182,7 @@ def compute(cache: DeviceExperts, truth: Sequence[Sequence[Tensor]], layer: int,
 @pytest.mark.parametrize("where", ["host", "disk"])
 @pytest.mark.parametrize("frames", [5, 8, 15])
 def test_what_is_chosen_is_there(where: str, frames: int, tmp_path: Path) -> None:
-    """Through few frames and many; nothing is written to while it is computed from, and staging is used again only
-    when it was read.
-    """
+    """Through few frames and many; nothing is written while it is read, and staging is reused only once it was read."""
     carrier, random = LateCarrier(patience=1 << 30), np.random.default_rng(frames)
     cache, truth, readers = cache_of(carrier, frames, tmp_path / "table" if where == "disk" else None)
     for turn in range(60):

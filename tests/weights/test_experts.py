@@ -1,6 +1,4 @@
-"""Cached experts change no answer, take no more memory than their cache, and are never computed with while
-they are offloaded.
-"""
+"""Cached experts change no answer, take no more memory than their cache, and never compute while offloaded."""
 
 from __future__ import annotations
 

@@ -319,9 +319,7 @@ def test_embeddings_that_are_quantised_too_are_numbers_in_memory(name: str, tied
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "gptq-32", "int4-32", "gpt_oss"])
 def test_quantised_weights_of_which_a_config_says_nothing_are_refused(name: str, tmp_path: Path) -> None:
-    """Older tools say it in a file of their own (quantize_config.json). Transformers takes codes of FP8 for numbers
-    then, and answers.
-    """
+    """Older tools say it in a file of their own (quantize_config.json); Transformers takes FP8's codes for numbers."""
     family, method, quantiser = METHODS[name] if name in METHODS else EXPERTS["gpt_oss-mxfp4"]
     published, _ = files.write(family, tmp_path, method, quantiser)
     config = json.loads((published / "config.json").read_text())

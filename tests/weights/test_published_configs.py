@@ -1,6 +1,4 @@
-"""What configs of quantised checkpoints say in other words is read, or refused by name; codes are never taken for
-numbers.
-"""
+"""What configs of quantised checkpoints say in other words is read or refused by name; codes never count as numbers."""
 
 from __future__ import annotations
 

@@ -97,9 +97,7 @@ ONE_OF_EACH_CACHE = frozenset(
     "llama deepseek_v3 gemma3n llama4 longcat_flash qwen3_next nemotron_h jamba lfm2 mamba2 "
     "deepseek_v4 recurrent_gemma rwkv".split()
 )
-"""What moves to host memory: full, latent, windowed, shared, chunked and doubled keys, each sort of state, what the
-fallback executor keeps.
-"""
+"""What moves to host memory: full, latent, windowed, shared, chunked, doubled keys, every state, the fallback's."""
 
 
 @pytest.mark.parametrize(

@@ -207,9 +207,7 @@ def test_a_config_that_says_otherwise(overrides, says):
     ],
 )
 def test_a_mask_that_does_not_fit_what_the_config_declares(family, entry, value, declared):
-    """The cache would keep all and the mask show a window, or the other way round: an answer would depend on what is
-    still there.
-    """
+    """The cache would keep all and the mask show a window, or the reverse: answers would depend on what is left."""
     model = tiny_models.build(family, tiny_models.TinySize(layers=2, context_tokens=256))
     setattr(model.config, entry, value)
     with pytest.raises(UnsupportedModelError, match=f"layer 0 is declared as '{declared}.*another mask"):
