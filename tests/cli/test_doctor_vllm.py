@@ -102,11 +102,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert server("m", given=given).command("vllm") == f"vllm serve m {given}"
 
 
-OWN = {
-    "kv_connector": "StowageConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"host_memory": "64MiB"},
-}
+OWN = {"kv_connector": "StowageConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host_memory": "64MiB"}}
 
 
 def own(**extra: object) -> dict[str, object]:

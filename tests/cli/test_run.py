@@ -15,15 +15,7 @@ from stowage.engine.sampling_params import SamplingParams
 from stowage.testing import tiny_models
 from tests.cli.conftest import OwnProcess, Stowage
 
-KEYS = {
-    "text",
-    "token_ids",
-    "finish_reason",
-    "prompt_tokens",
-    "reused_tokens",
-    "ttft_s",
-    "decode_tokens_per_s",
-}
+KEYS = {"text", "token_ids", "finish_reason", "prompt_tokens", "reused_tokens", "ttft_s", "decode_tokens_per_s"}
 DOCUMENT = "It is laid in the holds so that nothing shifts, and what is needed first lies on top. " * 4
 
 

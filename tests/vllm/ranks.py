@@ -139,10 +139,7 @@ class Rank:
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         if not scheduled.total_num_scheduled_tokens:
             return Around.kv_connector_no_forward(scheduled, self.config)
-        with (
-            set_forward_context(None, self.config),
-            Around.maybe_get_kv_connector_output(scheduled) as told,
-        ):
+        with set_forward_context(None, self.config), Around.maybe_get_kv_connector_output(scheduled) as told:
             sampled = {
                 name: self._forward(name, count, computed, right) for name, count, computed in _counts(scheduled)
             }

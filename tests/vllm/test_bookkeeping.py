@@ -19,18 +19,7 @@ from stowage.plugins.vllm.messages import Part
 from stowage.plugins.vllm.scheduler import SchedulerSide
 from stowage.plugins.vllm.step_times import StepTimes
 from stowage.plugins.vllm.worker import machine
-from tests.vllm.two_sides import (
-    BLOCK,
-    BLOCKS,
-    FULL,
-    RANKS,
-    WINDOW,
-    Request,
-    blocks_for,
-    prompt,
-    store_prompt,
-    stores,
-)
+from tests.vllm.two_sides import BLOCK, BLOCKS, FULL, RANKS, WINDOW, Request, blocks_for, prompt, store_prompt, stores
 
 
 def test_budgets_and_places_that_cannot_work(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,10 +95,7 @@ def refused(directory: Path, host: str | None, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "fields", "chunk_blocks"),
-    [
-        ("gemma3", {"sliding_window": 48}, 4),
-        ("llama4", {"attention_chunk_size": 96}, 5),
-    ],
+    [("gemma3", {"sliding_window": 48}, 4), ("llama4", {"attention_chunk_size": 96}, 5)],
 )
 def test_case_d_chunks_across_the_edge_of_what_is_seen(
     name: str, fields: dict[str, Any], chunk_blocks: int, start: Start

@@ -13,11 +13,7 @@ from stowage.metrics import VLLM
 from tests.vllm.conftest import Start
 from tests.vllm.oracle import Engine, connector, prompt, prove
 
-HANDSHAKER = {
-    "kv_connector": "Handshaker",
-    "kv_connector_module_path": "tests.vllm.handshaker",
-    "kv_role": "kv_both",
-}
+HANDSHAKER = {"kv_connector": "Handshaker", "kv_connector_module_path": "tests.vllm.handshaker", "kv_role": "kv_both"}
 
 
 def several(*children: dict[str, Any]) -> dict[str, Any]:
@@ -31,10 +27,7 @@ def several(*children: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "first", "second"),
-    [
-        ("llama", HANDSHAKER, connector()),
-        ("gemma3", connector(), HANDSHAKER),
-    ],
+    [("llama", HANDSHAKER, connector()), ("gemma3", connector(), HANDSHAKER)],
     ids=["handshake-first", "handshake-second"],
 )
 def test_answers_come_back_beside_another(

@@ -62,12 +62,7 @@ def test_sixteen_at_once(name: str, start: Start, tmp_path: Path) -> None:
     system = prompt(400, seed=99)
     prompts = [system + prompt(200 + 40 * (seed % 5), seed) for seed in range(16)]
     expected = [answer.tokens for answer in alone(start, name, prompts, 8)]
-    engine = start(
-        name,
-        connector("2MiB", tmp_path / "cache"),
-        num_gpu_blocks_override=TINY[name],
-        max_num_seqs=16,
-    )
+    engine = start(name, connector("2MiB", tmp_path / "cache"), num_gpu_blocks_override=TINY[name], max_num_seqs=16)
     for turn in range(3):
         answers = engine.generate_all(prompts, 8)
         assert [answer.tokens for answer in answers] == expected

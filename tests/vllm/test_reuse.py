@@ -27,12 +27,7 @@ def seen(engine: Engine, first: list[int], again: list[int], *, load: bool) -> A
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("llama", {}),
-        ("gemma3", {}),
-        ("qwen3_5", {}),
-        ("qwen3_5", {"prefix_match_unit": UNIT}),
-    ],
+    [("llama", {}), ("gemma3", {}), ("qwen3_5", {}), ("qwen3_5", {"prefix_match_unit": UNIT})],
     ids=["llama", "gemma3", "qwen3_5", "qwen3_5-unit"],
 )
 def test_as_much_is_found_as_on_the_device(name: str, options: dict[str, Any], start: Start) -> None:

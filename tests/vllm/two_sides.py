@@ -94,8 +94,7 @@ class Machine:
             ],
             scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
             kv_connector_block_state=SimpleNamespace(
-                get_block_ids=lambda name: self._tables(scheduled[name][2]),
-                boundary_state_offloads={},
+                get_block_ids=lambda name: self._tables(scheduled[name][2]), boundary_state_offloads={}
             ),
         )
         return self.scheduler.build(output)

@@ -85,10 +85,7 @@ class Stress:
     """Forwards of a model in any thread, and what became of them. ``compute``: in each thread, what computes one."""
 
     def __init__(
-        self,
-        compute: Callable[[], Callable[[Tensor], Tensor]],
-        wanted: list[Any],
-        interrupter: Interrupter,
+        self, compute: Callable[[], Callable[[Tensor], Tensor]], wanted: list[Any], interrupter: Interrupter
     ) -> None:
         self.compute, self.wanted, self.interrupter = compute, wanted, interrupter
         self.counts, self.wrong = Counter[str](), list[object]()

@@ -18,14 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from stowage.config.addresses import shown, valkey_password
 from stowage.config.disk_room import DISK_FULL, free_bytes
-from stowage.config.memory import (
-    DISK_PROTECTIONS,
-    Memory,
-    format_size,
-    nearest_directory,
-    parse_disk,
-    ram_total_bytes,
-)
+from stowage.config.memory import DISK_PROTECTIONS, Memory, format_size, nearest_directory, parse_disk, ram_total_bytes
 from stowage.config.settings import Settings
 from stowage.errors import ConfigError, StowageError
 from stowage.extras import EXTRA_OF

@@ -136,10 +136,7 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 _CONFIG = _keyword(
     "config",
-    Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", help="Settings, instead of ./stowage.toml."),
-    ],
+    Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings, instead of ./stowage.toml.")],
     None,
 )
 _DEBUG = _keyword("debug", Debug, False)

@@ -148,9 +148,7 @@ def _print(written: "Packed", found: "Perplexity | None") -> None:
     share = written.bytes_after / written.bytes_before
     if written.bits:
         forms += f", {written.bits:.2f} bits a weight of layers"
-    rows = [
-        ("weights", format_size(written.bytes_before), format_size(written.bytes_after), f"{share:.1%}"),
-    ]
+    rows = [("weights", format_size(written.bytes_before), format_size(written.bytes_after), f"{share:.1%}")]
     if found is not None:
         rows.append(
             ("perplexity", f"{found.before:.4f}", f"{found.after:.4f}", f"{found.after / found.before - 1:+.2%}")

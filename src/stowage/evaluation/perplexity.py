@@ -58,12 +58,7 @@ def _scored_ids(tokenizer: Any, text: str, name: str, tokens_most: int) -> list[
 
 
 def measure(
-    model: str,
-    memory: Memory,
-    text: str,
-    name: str,
-    tokens_most: int,
-    progress: Progress = lambda _done, _all: None,
+    model: str, memory: Memory, text: str, name: str, tokens_most: int, progress: Progress = lambda _done, _all: None
 ) -> tuple[float, int]:
     """Perplexity of ``text`` by ``model``, under the budgets of ``memory``, and the number of scored tokens: in windows
     of 512 tokens, each scored from its second token on, at most ``tokens_most`` in all. Raises ModelError without a

@@ -227,9 +227,7 @@ def _group_step(
         listed = torch.from_numpy(np.array(runs, dtype=np.int64))
         return step(runs=_attention_runs(torch.from_numpy(whole), listed, group))
     if any(table.has_offloaded for table in tables):
-        return step(
-            streams=tuple(_stream_step(w, b, a) for w, b, a in zip(work, begins, addresses, strict=False)),
-        )
+        return step(streams=tuple(_stream_step(w, b, a) for w, b, a in zip(work, begins, addresses, strict=False)))
     return step(
         decode=_decode_step(work[:decodes], addresses, group, strategy, dtype, device, paged) if decodes else None,
         prefills=tuple(
@@ -246,11 +244,7 @@ def _stream_step(work: Work, begin: int, addresses: NDArray[np.int64]) -> Stream
 
 
 def _runs(
-    work: Items[Work],
-    begins: Items[int],
-    tables: list[NDArray[np.int64]],
-    group: Group,
-    strategy: GroupStrategy,
+    work: Items[Work], begins: Items[int], tables: list[NDArray[np.int64]], group: Group, strategy: GroupStrategy
 ) -> tuple[NDArray[np.int64], list[tuple[int, int, int, int, int]]]:
     """``table`` and ``runs`` of ``AttentionRuns``."""
     size = group.block_tokens

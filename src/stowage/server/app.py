@@ -20,15 +20,7 @@ from stowage import __version__
 from stowage.engine.request import Delta
 from stowage.server import dashboard_page
 from stowage.server.api_errors import bad, no_model
-from stowage.server.apis import (
-    chat,
-    completions,
-    messages,
-    openapi,
-    response_events,
-    responses,
-    tokenization,
-)
+from stowage.server.apis import chat, completions, messages, openapi, response_events, responses, tokenization
 from stowage.server.apis.answer import Answer, Scores
 from stowage.server.apis.generation_request import GenerationRequest
 from stowage.server.async_engine import AsyncEngine, Exchange, Read

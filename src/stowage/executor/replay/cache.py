@@ -193,9 +193,7 @@ class ReplayCache(Generic[StepT, RecordingT]):
         self._forget()  # all recordings share one memory pool, which is freed only when none is left
 
     def _end(self, why: str) -> None:
-        self._refuse(
-            f"a step cannot be recorded as a {self.rules.noun}, so all are computed plainly: {why}",
-        )
+        self._refuse(f"a step cannot be recorded as a {self.rules.noun}, so all are computed plainly: {why}")
         self.why = why
         self._forget()
 
