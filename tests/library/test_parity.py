@@ -28,6 +28,14 @@ MIDDLE = torch.cat([LONG[:, :SHARED], tokens(45, seed=1)], dim=1)
 """Shares what is behind every window here, and ends in the middle of what was kept."""
 
 
+def restore(prefixes, prompt, expected, **options):
+    """The cache, of which so many tokens were restored."""
+    before = restored(prefixes)
+    cache = prefixes.restore(prompt, **options)
+    assert restored(prefixes) - before == expected
+    return cache
+
+
 @pytest.mark.parametrize("family", mostly_rare(FULL + WINDOWED, ["llama", "gemma3", "deepseek_v3"]))
 def test_restore_generate_keep(family, prefix_caches, tmp_path):
     """The loop of the README: cold, again, in the middle, and from disk in a new process's place."""
@@ -37,16 +45,13 @@ def test_restore_generate_keep(family, prefix_caches, tmp_path):
     assert restored(prefixes) == 0
     assert prefixes.keep(cache, out) == 256
     for prompt, expected in ((LONG, 256), (MIDDLE, 192), (LONG[:, :64], 48), (LONG[:, :65], 64), (LONG[:, :30], 0)):
-        before = restored(prefixes)
-        cache = prefixes.restore(prompt)
-        assert restored(prefixes) - before == expected == cache.get_seq_length()
+        cache = restore(prefixes, prompt, expected)
+        assert cache.get_seq_length() == expected
         prefixes.keep(cache, assert_as_plain(family, prompt, cache))
     prefixes.close()
     again = prefix_caches(family, disk=f"{tmp_path / 'cache'}:64MiB")
     for prompt, expected in ((LONG, 256), (MIDDLE, 192)):
-        before = restored(again)
-        assert_as_plain(family, prompt, again.restore(prompt, timeout_s=WAIT_S))
-        assert restored(again) - before == expected
+        assert_as_plain(family, prompt, restore(again, prompt, expected, timeout_s=WAIT_S))
 
 
 @pytest.mark.parametrize("family", mostly_rare(RECURRENT, ["nemotron_h", "lfm2"]))
@@ -57,16 +62,12 @@ def test_prefill_generate_keep(family, prefix_caches, tmp_path):
     assert cache.get_seq_length() == 256
     assert prefixes.keep(cache, assert_as_plain(family, LONG, cache)) == 256
     for prompt, expected in ((LONG, 256), (MIDDLE, 128), (LONG[:, :128], 0), (LONG[:, :129], 128)):
-        before = restored(prefixes)
-        cache = prefixes.restore(prompt)
-        assert restored(prefixes) - before == expected
+        cache = restore(prefixes, prompt, expected)
         prefixes.keep(cache, assert_as_plain(family, prompt, cache))
     prefixes.close()
     again = prefix_caches(family, disk=f"{tmp_path / 'cache'}:64MiB")
     for prompt, expected in ((LONG, 256), (MIDDLE, 128)):
-        before = restored(again)
-        assert_as_plain(family, prompt, again.restore(prompt, timeout_s=WAIT_S))
-        assert restored(again) - before == expected
+        assert_as_plain(family, prompt, restore(again, prompt, expected, timeout_s=WAIT_S))
 
 
 @pytest.mark.parametrize("family", mostly_rare(["llama", "gemma3", "qwen3_next"], ["llama", "qwen3_next"]))

@@ -95,7 +95,7 @@ class Runner:
             self._mode_of_pieces = self._slices
         elif self._piece_tokens:  # all forwards have one shape, so the fastest way is also deterministic
             self._mode_of_pieces = mode_of(model, exact=False, int8=int8) or nullcontext()
-        again = self._kernels and (weights is None or not weights.crosses)  # a list of calls waits for no copy
+        again = self._kernels and (weights is None or not weights.copies_to_device)  # a list of calls waits for no copy
         self.hooks = Hooks(model, weights)
         self.steps: RecordedSteps | None = recorded_steps(model, mode, weights) if again else None
         own_bits = self._exact and not self._piece_tokens and self._recurrent is None and layout.ragged

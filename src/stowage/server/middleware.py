@@ -35,7 +35,7 @@ FOR_BROWSERS: Final = (PAGE, STATE)
 page of another origin makes; so these routes change nothing, and let no other origin read their answers.
 """
 _ABSOLUTE: Final = re.compile(rb"https?://([^/]+)", re.IGNORECASE)
-CONTEXT: Final = "stowage.visit"
+CONTEXT: Final = "stowage.request"
 
 
 @dataclass(slots=True)

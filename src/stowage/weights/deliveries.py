@@ -54,7 +54,7 @@ class Deliveries:
         self._handles: list[Any] = []
         self._readers = Readers()
         self._passes = ForwardPasses(self, self._unfrozen)
-        self._gradients = Gradients(self._slot, self._give_back, self._passes.begin_backward, self._go_round)
+        self._gradients = Gradients(self._slot, self._give_back, self._passes.begin_backward, self._follow_training)
         self._row_bytes = 0
         self._asked: list[int] = []
         self._before: list[int] = []
@@ -67,7 +67,7 @@ class Deliveries:
         self._loads, self._carrier, self._host_buffers = loads, carrier, host_buffers or HostBuffers()
         ringed = [load for load in loads if load.delivery.rings]
         self._streams = [Streamed(load, self.device) for load in ringed]
-        self._comers: list[Delivered] = list(self._streams)
+        self._delivered: list[Delivered] = list(self._streams)
         self._in_ring = [n for n, load in enumerate(ringed) if carrier is None or load.delivery is Delivery.STREAM]
         self._ring: Ring | None = self._make_ring() if self._in_ring else None
         self._pinned: Any = None
@@ -76,7 +76,7 @@ class Deliveries:
         cached = [load for load in loads if load.delivery is Delivery.EXPERTS]
         try:
             if carrier is not None:
-                self._cross(carrier)
+                self._prepare_device(carrier)
             if cached:
                 self._experts = self._cache(cached)
             numbers = {id(load): number for of_kind in (ringed, cached) for number, load in enumerate(of_kind)}
@@ -92,7 +92,7 @@ class Deliveries:
         units, slots = len(self._in_ring), self.placement.ring_slots
         return Ring(units, slots, nbytes, self._reads, self._readers, TIMEOUT_S)
 
-    def _cross(self, carrier: Carrier) -> None:
+    def _prepare_device(self, carrier: Carrier) -> None:
         """Pin the host memory that is copied to the device, and make the device buffers."""
         self._host_buffers.pin(carrier.pin)
         if self._ring is not None:
@@ -174,7 +174,7 @@ class Deliveries:
             self._experts.reset()
 
     def hide(self) -> None:
-        for part in self._comers:
+        for part in self._delivered:
             part.take_back()
 
     def begin_pass(self) -> None:
@@ -267,7 +267,7 @@ class Deliveries:
         assert cache is not None
         stacked = None if isinstance(cache, DeviceExperts) else Stacked(load)
         if stacked is not None:
-            self._comers.append(stacked)
+            self._delivered.append(stacked)
 
         def bring(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for file in files:
@@ -292,7 +292,7 @@ class Deliveries:
         return bring, take_back
 
     def _rows_hooks(self, rows: Rows) -> _Hooks:
-        self._comers.append(rows)
+        self._delivered.append(rows)
 
         def bring(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if rows.replaced:  # with another table, by ``torch.func.functional_call``
@@ -317,7 +317,7 @@ class Deliveries:
             raise
         return stream.views(found.number, found.memory)
 
-    def _go_round(self, order: list[int]) -> None:
+    def _follow_training(self, order: list[int]) -> None:
         """Expect this order of units from training: forward, then backward."""
         self._before = []
         if self._ring is not None and order:

@@ -152,16 +152,18 @@ class _Loading(Building):
     def _held_in_memory(self, path: str, delivery: Delivery, lies: ParameterLocation) -> bool:
         """Whether a parameter that ``lies`` in files is read now, once."""
         mapped = delivery is Delivery.MAPPED and lies.mappable
-        return self._crosses(path, delivery) or delivery is Delivery.RESIDENT or (delivery.on_host and not mapped)
+        return (
+            self._copied_to_device(path, delivery) or delivery is Delivery.RESIDENT or (delivery.on_host and not mapped)
+        )
 
-    def _crosses(self, path: str, delivery: Delivery) -> bool:
+    def _copied_to_device(self, path: str, delivery: Delivery) -> bool:
         """Whether a device computes with it from host memory, which it gets for that."""
         return self.budget.carrier is not None and (delivery.on_host or path in self.held)
 
     def _location(self, path: str, values: Tensor, delivery: Delivery, *, read: bool) -> ParameterLocation:
         """Where ``values`` are kept while they are offloaded. ``read``: they have memory of their own already."""
         shape, dtype, phase = tuple(values.shape), values.dtype, phase_of(values)
-        if self._crosses(path, delivery):
+        if self._copied_to_device(path, delivery):
             return ParameterLocation(shape, dtype, host=self.host_buffers.keep(values))
         if read:
             return ParameterLocation(shape, dtype, host=values, phase=phase)

@@ -61,8 +61,8 @@ class WeightSource(Deliveries):
         """The digest of the weights as they were loaded, where it is known; see ``models.identity``."""
         self._fingerprint: Fingerprint | None = None
         self._own = {id(parameter): parameter for parameter in model.parameters()}
-        self._comes_and_goes = any(load.delivery is not Delivery.RESIDENT for load in loads)
-        if self._comes_and_goes:
+        self._offloads = any(load.delivery is not Delivery.RESIDENT for load in loads)
+        if self._offloads:
             model.forward = self._passes.wrap(model.forward, self._learning)
             offloaded = any(load.delivery is not Delivery.MAPPED for load in loads)
             guard(model, self.read, offloaded, self._learning, self._gradients.checkpoint, self._own)
@@ -86,7 +86,7 @@ class WeightSource(Deliveries):
         self._passes.lock.waits = waits
 
     @property
-    def crosses(self) -> bool:
+    def copies_to_device(self) -> bool:
         """Whether weights are copied to a device with memory of its own while it computes."""
         return self._carrier is not None
 
@@ -300,7 +300,7 @@ class WeightSource(Deliveries):
         """
         return MappedFiles(self._mapped, owned=False)
 
-    def again(self, forward: Callable[[], Tensor]) -> Tensor:
+    def run_recorded(self, forward: Callable[[], Tensor]) -> Tensor:
         """Replay ``forward``, a recorded forward of the whole model (``forward_passes.recorded_by``), with the lock
         held; its files are checked for changes, as in any forward. Returns its output, and raises what forwards raise.
         """
@@ -309,7 +309,7 @@ class WeightSource(Deliveries):
             with self.mapped_files.unchanged():
                 return forward()
 
-        if not self._comes_and_goes:
+        if not self._offloads:
             return forward()
         found: Tensor = self._passes.run(sys._getframe(), checked, (), {})
         return found

@@ -114,11 +114,11 @@ class CallBackend:
 
     def replay(self, recording: RecordedCalls, step: ModelStep) -> Tensor:
         """See ``ReplayBackend``. Gathered states are changed in their pools instead, if all calls can do that."""
-        return self.again(partial(self._made, recording, step))
+        return self.run_recorded(partial(self._made, recording, step))
 
-    def again(self, made: Callable[[], Tensor]) -> Tensor:
+    def run_recorded(self, made: Callable[[], Tensor]) -> Tensor:
         """What ``made``, a replay, returns; offloaded weights are delivered for it."""
-        return made() if self._weights is None else self._weights.again(made)
+        return made() if self._weights is None else self._weights.run_recorded(made)
 
     def _made(self, recording: RecordedCalls, step: ModelStep) -> Tensor:
         if step.gathered and recording.in_place is not None:

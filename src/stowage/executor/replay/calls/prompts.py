@@ -89,7 +89,7 @@ class _PromptBackend:
         found = for_any_rows(plans, rows)
         with step.part(_TRIED) as part:
             try:
-                replayed = self._calls.again(partial(found.replay, part.given))
+                replayed = self._calls.run_recorded(partial(found.replay, part.given))
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise CaptureError(f"the same calls fail with {_TRIED} tokens: {error}") from error
             if not torch.equal(replayed, self._calls.plain(part)):
@@ -97,7 +97,7 @@ class _PromptBackend:
         return found, None
 
     def replay(self, recording: RecordedRows, step: PromptStep) -> Tensor:
-        return self._calls.again(partial(recording.replay, step.given))
+        return self._calls.run_recorded(partial(recording.replay, step.given))
 
     def nbytes(self, recordings: Iterable[RecordedRows]) -> int:
         """0: a list keeps numbers only."""
