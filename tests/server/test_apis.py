@@ -221,6 +221,8 @@ def test_what_is_said_around_calls_stays_where_it_was_said(api: type[Answer]) ->
     else:
         items = [item.get("content", [{"text": item["type"]}])[0]["text"] for item in found["output"]]
         assert items == ["Hm.", "First ", "function_call", " and then ", "function_call", " that is all"]
+        begun = [told["item"] for name, told in last if name == "response.output_item.added"]
+        assert [item["status"] for item in begun] == ["in_progress"] * 2 and begun[0]["arguments"] == ""
         told = closed[-1][1]["response"]["output"]
         unnamed = [[item | {"id": 0, "call_id": 0} for item in output] for output in (found["output"], told)]
         assert unnamed[0] == unnamed[1]

@@ -81,7 +81,7 @@ class ResponseAnswer(Answer):
         self._open, self._text = kind, ""
         self._items.append(item)
         at = len(self._items) - 1
-        shown = item | {"content": []} if "content" in item else item
+        shown = item | ({"content": []} if "content" in item else {})  # as it is now: it grows
         found = [*ended, self._event("response.output_item.added", output_index=at, item=shown)]
         if kind == "text":
             found.append(self._part("response.content_part.added", item["content"][0]))
