@@ -16,7 +16,7 @@ import stowage
 from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.sampling_params import SamplingParams
-from stowage.errors import BudgetError, CheckpointError, ConfigError, RequestError, StowageError, UnsupportedModelError
+from stowage.errors import BudgetError, CheckpointError, ConfigError, RequestError, StowageError
 from stowage.server.limits import Limits
 from stowage.testing import tiny_models
 from stowage.weights.placement import place
@@ -171,12 +171,3 @@ def test_a_budget_for_a_model_without_modules_that_move() -> None:
     with pytest.raises(BudgetError, match="at least 1000 bytes"):
         place([], 1000, 10)
     assert place([], 1000, 1000).device_bytes == 1000
-
-
-@pytest.mark.parametrize("delivery", ["stream", "prefetch"])
-def test_weights_that_a_model_changes_itself(delivery: str, tmp_path) -> None:
-    """RWKV divides some at its first forward: refused when it is loaded, with the reason, or computed right."""
-    path = tiny_models.write("rwkv", tmp_path / "model")
-    for opened in (stowage.offload, lambda model, **given: Engine(model, Memory(kv_cache_memory="8MiB", **given))):
-        with pytest.raises(UnsupportedModelError, match="'rwkv' uses weights outside of the modules"):
-            opened(path, weights=f"*={delivery}", host_memory="64MiB")

@@ -25,7 +25,6 @@ from tests.weights.test_published import METHODS
 
 pytestmark = pytest.mark.usefixtures("real_units")
 LEFT_OUT = {
-    "rwkv": "uses weights of modules that it does not call",
     "deepseek_v4": "plain Transformers multiplies float32 and half precision, and fails",
     "cohere_compass": "its tiny model has no other size",
 }

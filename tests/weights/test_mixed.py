@@ -92,6 +92,17 @@ def test_fitted_matrices_change_answers_less(checkpoints: Callable[..., Path], t
 
 
 @torch.no_grad()
+def test_what_a_family_writes_to_is_fitted_as_it_was(tmp_path: Path) -> None:
+    """RWKV divides weights of its deeper layers by powers of two when it first computes."""
+    source = tiny_models.write("rwkv", tmp_path / "model")
+    found = calibration.fit(str(source), Memory(), TEXT, "int4_32", tmp_path)
+    for target in targets(loading.load(source).model):
+        form, packed = found.packed(target, target.module.weight, "int4_32")
+        off = PackedMatrix(form, packed, torch.float32).dequantized() - target.module.weight
+        assert off.norm() < 0.2 * target.module.weight.norm(), target.path
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("family", mostly_rare(["qwen3_moe", "gpt_oss"], ["qwen3_moe"]))
 def test_experts_are_fitted_to_what_the_tokens_that_choose_them_bring(family: str, tmp_path: Path) -> None:
     """Two of them have inputs first. On text that they were not fitted to."""

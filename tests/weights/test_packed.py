@@ -31,6 +31,8 @@ CASES = [
     ("qwen3_moe", "int4"),
     ("gpt_oss", "int8"),
     ("nemotron_h", "int4"),
+    ("rwkv", "int8"),
+    ("rwkv", "int4"),
     ("llama", "mxfp4"),
     ("gpt_oss", "mxfp4"),
     ("qwen3_moe", "q4_k"),
@@ -57,7 +59,8 @@ def unpacked_into(plain: Any, model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), mostly_rare(CASES, [("llama", "int8"), ("qwen3_moe", "int4"), ("gpt_oss", "mxfp4")])
+    ("family", "form"),
+    mostly_rare(CASES, [("llama", "int8"), ("qwen3_moe", "int4"), ("gpt_oss", "mxfp4"), ("rwkv", "int4")]),
 )
 def test_every_delivery_answers_as_with_all_in_memory_which_answers_as_the_values_do(
     family: str, form: str, packs: Callable[..., Path], checkpoints: Callable[..., Path]

@@ -33,19 +33,6 @@ from tests.weights.conftest import logits, prompt
 from tests.weights.test_published import words
 
 
-def test_a_model_that_divides_its_weights_is_not_loaded_packed(
-    checkpoints: Callable[..., Path], packs: Callable[..., Path], tmp_path: Path
-) -> None:
-    """By an earlier version; what it divided was lost, and answers were those of another model."""
-    path = shutil.copytree(checkpoints("rwkv"), tmp_path / "packed")
-    config = json.loads((path / "config.json").read_text())
-    mark = json.loads((packs("llama") / "config.json").read_text())["quantization_config"]
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": mark}))
-    (path / "model.safetensors").rename(path / modules.FILE)
-    with pytest.raises(UnsupportedModelError, match="RWKV divides weights of its deeper layers"):
-        loading.load(path)
-
-
 def test_what_cannot_be_packed_is_refused_with_the_way_out(
     checkpoints: Callable[..., Path], packs: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -70,7 +57,6 @@ def test_what_cannot_be_packed_is_refused_with_the_way_out(
     cases: list[tuple[str, str, int, type[Exception], str]] = [
         (str(gguf), "int8", 64, UnsupportedModelError, "pack the Hugging Face checkpoint"),
         (str(packs("llama")), "int8", 64, UnsupportedModelError, "packed already"),
-        (str(checkpoints("rwkv")), "int8", 64, UnsupportedModelError, "quantized ones do not take that"),
         (quantised, "int8", 64, UnsupportedModelError, r"quantised already \(fp8\)"),
         (published, "int8", 64, UnsupportedModelError, r"quantised already \(gptq\).*run it as it is"),
         (str(tmp_path / "gpt2"), "int8", 64, UnsupportedModelError, "no linear layers"),

@@ -39,7 +39,7 @@ PLACEMENTS = {
 }
 
 NEVER_STREAMED = ("rwkv",)
-"""It uses weights of modules that it does not call."""
+"""Transformers saves its weights divided once it has computed."""
 
 
 def contents(directory: Path) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from stowage.errors import ModelError
 from stowage.evaluation import sensitivity
 from stowage.evaluation.sensitivity import is_measured
 from stowage.models import loading
+from stowage.models.state_access import keeper_of
 from stowage.weights.file import pwrite_all
 from stowage.weights.parameter_location import memory_of
 from stowage.weights.quantized.codes import Form
@@ -97,6 +98,7 @@ def fit(
     loaded = _load(model, memory)
     fitted = Fitted(directory)
     try:
+        keeper_of(loaded.model).keep_weights(loaded.model)  # they are packed as they are in the checkpoint
         windows = _windows(loaded, model, text)
         found = list(targets(loaded.model))
         if isinstance(form, float):

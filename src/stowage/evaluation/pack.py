@@ -209,7 +209,6 @@ def _refuse_quantized(source: Path, config: Any, files: Sequence[Path]) -> None:
     if marked(config):
         raise UnsupportedModelError(f"{source} is packed already: give the checkpoint that it was made from.")
     _refuse_quantised_by_others(source, config)
-    loading.refuse_divided(config)
     refuse_unsaid(source, files)
 
 

@@ -113,6 +113,7 @@ def load(
         if found.spans:
             fill(built, found.files, found.spans, ResidentMemory(device))
         built = built if device is None else built.to(device)  # tensor by tensor: never all of it in both memories
+        _keep_weights(built, None)
         mapped = MappedFiles.among(found.files)
     else:
         built, source = _placed(found, budget(part.config), name)
@@ -274,10 +275,19 @@ def _in_memory(model: Any, tokenizer: Any, budget: Callable[[Any], Budget] | Non
 
 def _name(source: WeightSource, name: str, model: Any) -> None:
     """``model`` computes with weights called ``name`` that ``source`` delivers: proved, and known to whoever has it."""
+    _keep_weights(model, source)
     for part in (model, *towers(model)):
         source.prove(part, partial(trial_inputs, part))
     source.name(name)
     model.stowage = source
+
+
+def _keep_weights(model: Any, source: WeightSource | None) -> None:
+    """What a family writes to when it first computes stays, if it is packed, or not in memory of the model's own."""
+    from stowage.models.state_access import keeper_of
+
+    if modules.is_packed(model) or (source is not None and source.offloads):
+        keeper_of(model).keep_weights(model)
 
 
 def _packed_files(directory: Path, config: Any, files: list[Path]) -> list[Path]:
@@ -296,19 +306,9 @@ def _packed_files(directory: Path, config: Any, files: list[Path]) -> list[Path]
     return files
 
 
-def refuse_divided(config: Any) -> None:
-    """Raise UnsupportedModelError if a model of this ``config``, whose weights are quantized, writes to weights."""
-    if config.model_type == "rwkv" and config.rescale_every:
-        raise UnsupportedModelError(
-            "RWKV divides weights of its deeper layers before it answers, and quantized ones do not take that: give "
-            "the checkpoint with weights of 16 or 32 bits."
-        )
-
-
 def load_model(directory: Path, part: TextPart, dtype: str, options: Mapping[str, Any]) -> Any:
     """The model that Transformers builds of ``part``, whole. Raises CheckpointError."""
     if modules.marked(part.config):
-        refuse_divided(part.config)
         options = {**options, "variant": modules.VARIANT}
     with _told(directory, options), readable(weight_files(directory)):
         model, report = load_with(part).from_pretrained(
@@ -334,7 +334,6 @@ def load_planned(path: Path, part: TextPart, plan: Plan, dtype: str, options: Ma
     from stowage.weights.quantized import published
 
     config = copy.deepcopy(part.config)
-    refuse_divided(config)
     config.quantization_config = published.mark(plan)
     with _told(path, options):
         model, report = class_of(part).from_pretrained(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -40,6 +41,11 @@ class Keeper:
     def at_work(self, model: Any) -> Iterator[None]:
         """Encloses a forward."""
         yield
+
+    def keep_weights(self, model: Any) -> None:
+        """From now on ``model`` computes what it did without writing to its weights, whoever runs it. For weights that
+        are packed, or come by turns, or are still to be read as they are.
+        """
 
 
 class _Eager(Keeper):
@@ -137,8 +143,8 @@ class _Tuples(Keeper):
 
 class _Columns(Keeper):
     """RWKV is handed five tensors that have all its layers as columns, and writes them in place. At its first forward
-    it divides weights of its deeper layers by powers of two, which must not be where they lie in a file or come by
-    turns: what those layers compute is divided instead, with the same bits. Where it has been done it stays so.
+    it divides weights of its deeper layers by powers of two, which must not be where they are packed, lie in a file or
+    come by turns: what those layers compute is divided instead, with the same bits. Where it has been done it stays so.
     """
 
     def fresh(self, config: Any) -> DynamicCache:
@@ -159,21 +165,30 @@ class _Columns(Keeper):
 
     @contextmanager
     def at_work(self, model: Any) -> Iterator[None]:
-        inner, every = model.rwkv, model.config.rescale_every
-        if inner.layers_are_rescaled or not every:
-            yield
-            return
-        last = [
-            (layer, 2 ** (i // every)) for i, block in enumerate(inner.blocks) if i >= every for layer in _last(block)
-        ]
-        hooks = [layer.register_forward_hook(partial(_divide, by)) for layer, by in last]
-        inner.layers_are_rescaled = True
+        hooks = _divided(model)
         try:
             yield
         finally:
-            inner.layers_are_rescaled = False
+            if hooks:
+                model.rwkv.layers_are_rescaled = False
             for hook in hooks:
                 hook.remove()
+
+    def keep_weights(self, model: Any) -> None:
+        _divided(model)
+
+
+def _divided(model: Any) -> list[RemovableHandle]:
+    """What divides the outputs of an RWKV model's deeper layers from now on; none where its weights are divided, or
+    their outputs are already.
+    """
+    inner, every = getattr(model, "rwkv", model), model.config.rescale_every
+    if inner.layers_are_rescaled or not every:
+        return []
+    last = [(layer, 2 ** (i // every)) for i, block in enumerate(inner.blocks) if i >= every for layer in _last(block)]
+    hooks = [layer.register_forward_hook(partial(_divide, by)) for layer, by in last]
+    inner.layers_are_rescaled = True
+    return hooks
 
 
 def _last(block: Any) -> tuple[Any, Any]:

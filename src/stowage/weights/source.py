@@ -61,8 +61,9 @@ class WeightSource(Deliveries):
         """The digest of the weights as they were loaded, where it is known; see ``models.identity``."""
         self._fingerprint: Fingerprint | None = None
         self._own = {id(parameter): parameter for parameter in model.parameters()}
-        self._offloads = any(load.delivery is not Delivery.RESIDENT for load in loads)
-        if self._offloads:
+        self.offloads = any(load.delivery is not Delivery.RESIDENT for load in loads)
+        """Whether there are weights that are not in memory of the model's own."""
+        if self.offloads:
             model.forward = self._passes.wrap(model.forward, self._learning)
             offloaded = any(load.delivery is not Delivery.MAPPED for load in loads)
             guard(model, self.read, offloaded, self._learning, self._gradients.checkpoint, self._own)
@@ -309,7 +310,7 @@ class WeightSource(Deliveries):
             with self.mapped_files.unchanged():
                 return forward()
 
-        if not self._offloads:
+        if not self.offloads:
             return forward()
         found: Tensor = self._passes.run(sys._getframe(), checked, (), {})
         return found

@@ -9,10 +9,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import stowage
 from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
 from stowage.engine.engine import Engine
+from stowage.engine.sampling_params import SamplingParams
 from stowage.errors import RequestError, UnsupportedModelError
+from stowage.evaluation import pack as packing
 from stowage.models import layout as layers
 from stowage.models.probing import cache_name
 from stowage.testing import tiny_models
@@ -133,6 +136,35 @@ def test_weights_that_a_model_would_halve():
         assert torch.equal(world.model(ids).logits, world.plain(ids).logits)
     assert any(not torch.equal(tensor, before[name]) for name, tensor in world.model.state_dict().items())
     run(world, random_prompt(40), random_prompt(33))
+
+
+@pytest.mark.parametrize("form", ["", "int8", "int4"])
+def test_weights_that_a_model_would_halve_packed_and_wherever_they_lie(form, tmp_path):
+    """RWKV divides some at its first forward: they stay as they lie, packed too, and answers are the same to the bit,
+    wherever that is.
+    """
+    path = tiny_models.write("rwkv", tmp_path / "model", tiny_models.TinySize(hidden=128, layers=4))
+    if form:
+        packing.pack(str(path), tmp_path / "packed", form)
+        path = tmp_path / "packed"
+    ids = random_prompt(40)
+    asked = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=1)
+
+    def answers(**given):
+        with Engine(path, Memory(kv_cache_memory="8MiB", **given)) as engine:
+            told = engine.generate([ids], asked)[0]
+        model = stowage.offload(path, **(given or {"weights": "*=resident"}))
+        with torch.no_grad():
+            seen = model(torch.tensor([ids])).logits
+            assert torch.equal(model(torch.tensor([ids])).logits, seen)
+        model.stowage.close()
+        return told.token_ids, told.logprobs, seen
+
+    *expected, rows = answers()
+    for weights in ("last 1 of 2=prefetch,*=stream", "*=mapped"):
+        *found, seen = answers(weights=weights, host_memory="64MiB")
+        assert found == expected
+        assert torch.equal(seen, rows)
 
 
 def test_a_scan_longer_than_the_context():
