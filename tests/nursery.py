@@ -56,9 +56,7 @@ def serve(module: str, warm: str) -> None:
 
 
 def _take_own_shared_memory() -> None:
-    """An empty /dev/shm for the nursery and its children, so that all that is left in it is theirs. Needs root; without
-    it they share everybody's.
-    """
+    """An empty /dev/shm for the nursery and its children: what is left is theirs. Needs root; else everybody's."""
     libc = ctypes.CDLL(None)
     if os.path.isdir(SHARED_MEMORY) and libc.unshare(CLONE_NEWNS) == 0:
         libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)

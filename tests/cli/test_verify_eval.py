@@ -1,6 +1,4 @@
-"""``stowage verify --eval``, ``--families``, budgets for weights and shared stores: right answers are counted, and what
-is wrong is found.
-"""
+"""``stowage verify --eval``, ``--families``, budgets, shared stores: right answers are counted, wrong ones found."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""``--deterministic``: the same bits alone and in a batch, in any pieces, from every tier, before and after preemption,
-in any order of arrival.
-"""
+"""``--deterministic``: the same bits alone and batched, in any pieces, from every tier, preempted, in any order."""
 
 from __future__ import annotations
 

@@ -237,9 +237,7 @@ def test_a_request_waits_for_one_deadline_only(engines, references, tmp_path, mo
 
 
 def test_a_prefix_that_arrives_when_the_room_is_gone(engines, references, tmp_path, disk_faults):
-    """Others began while it was loading, and left too little for its rest: it used to leave the device and come back,
-    for ever and within one step.
-    """
+    """Others began while it was loading, and left too little: it used to leave the device and come back for ever."""
     memory = {"kv_cache_memory": "512KiB", "block_size": 8, "chunk_blocks": 2}
     engine = with_disk(engines, "llama", tmp_path, **memory)
     prompt, others = PROMPT[:200], [random_prompt(170, seed=seed) for seed in (1, 2)]

@@ -1,6 +1,4 @@
-"""A disk that is really full, and limits that shrink while others write: it costs hits, never a request, and hits come
-back with the room.
-"""
+"""A full disk, and limits that shrink while others write: they cost hits, never a request; hits come back with room."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Products of activations that are rounded to 8 bits: what they mean, and the same bits from every instruction set,
-alone and among other rows.
-"""
+"""Products of activations rounded to 8 bits: what they mean, and the same bits with every instruction set and batch."""
 
 from __future__ import annotations
 

@@ -139,9 +139,7 @@ def test_the_same_bits(family, opened):
 
 @pytest.mark.parametrize("host", ["8MiB", "192KiB"])
 def test_two_long_ones_and_a_short_one(host, opened):
-    """With room in host memory for both they run beside each other, and the short one does not wait for them; else the
-    second waits for the first.
-    """
+    """With host memory for both they run side by side, and the short one does not wait; else the second does."""
     engine = opened("llama", 40, host_memory=host)
     asked = [(PROMPT, 24), (random_prompt(310, seed=4), 14), (random_prompt(20, seed=5), 4)]
     ended = []
@@ -238,9 +236,7 @@ def test_a_short_one_grows_beside_a_long_one(opened):
 
 
 def test_an_open_end_makes_nothing_long(opened):
-    """Two short prompts whose answers might become longer than the device, and than host memory together: they run
-    beside each other all the same.
-    """
+    """Two short prompts whose answers might outgrow the device, and then host memory: they run beside each other."""
     engine = opened("llama", 40, host_memory="96KiB")
     came, both = [], threading.Event()
 
@@ -273,9 +269,7 @@ def test_pieces_fill_the_device(opened):
 
 
 def test_from_disk(opened, tmp_path):
-    """A stored prompt that is larger than the device, after a restart: it is read from host memory, and no block of it
-    is copied to the device.
-    """
+    """A stored prompt larger than the device, after a restart: read from host memory, no block of it is copied."""
     stored = {"host_memory": "8MiB", "disk": f"{tmp_path / 'cache'}:32MiB"}
     first = opened("llama", **stored)
     first.generate([PROMPT], greedy(1))
@@ -340,9 +334,7 @@ def test_copies_that_fail(opened):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("seed", mostly_rare(range(2), [0]))
 def test_any_schedule(family, seed, opened, tmp_path):
-    """Long and short prompts with common beginnings, at random moments, some of them cancelled, caches dropped in
-    between, in little memory.
-    """
+    """Long and short prompts that begin alike, at random moments, some cancelled, caches dropped, little memory."""
     draw = random.Random(f"{family}{seed}")
     host = draw.choice(["256KiB", "384KiB", "1MiB"])
     engine = opened(

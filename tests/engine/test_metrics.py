@@ -1,6 +1,4 @@
-"""Metrics: every number of the statistics comes out, with its own value, in text that Prometheus reads; and the page in
-docs lists them all.
-"""
+"""Every number of the statistics is a metric with its own value, in text for Prometheus; the docs list them all."""
 
 from __future__ import annotations
 

@@ -174,9 +174,7 @@ def timed(model: Path, memory: Memory, of: Scenario, monkeypatch: pytest.MonkeyP
 @pytest.mark.hurried
 @pytest.mark.parametrize("rate", mostly_rare([1e6, 3e6, 40e6], [40e6]), ids=["alike", "quicker", "much quicker"])
 def test_what_is_computed_while_it_is_loaded(rate, checkpoints, tmp_path, monkeypatch):
-    """A tier that is about as fast as computing, or quicker: to the token the same comes from it, and the first token
-    comes at the same time.
-    """
+    """A tier about as fast as computing, or quicker: the same tokens come from it, the first at the same time."""
     lines = traces.conversations(150, seed=5, people=40, gap_ms=10_000_000, longest=50)
     of = Scenario(
         host_bytes=120 * CHUNK_BYTES,

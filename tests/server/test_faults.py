@@ -191,9 +191,7 @@ def test_two_servers_over_one_engine(engine: Engine) -> None:
 
 
 def test_an_engine_that_is_opened_again(tiny_llama, caplog: pytest.LogCaptureFixture) -> None:
-    """A bug that is nobody's request's fault: who waits is told, others are asked to come again, then all goes on. The
-    second time is one too many.
-    """
+    """A bug of no request: who waits is told, others are asked to come again, then all goes on; but only once."""
     opening, go = threading.Event(), threading.Event()
     go.set()
     opened: list[weakref.ref[Engine]] = []

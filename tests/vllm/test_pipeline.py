@@ -102,9 +102,7 @@ def late_reports(directory: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 3])
 def test_a_rank_that_is_slow_to_load(number: int, run: Run) -> None:
-    """Three have loaded and one has not: the request waits, others are computed. Aborted, its blocks are kept until the
-    last rank has done with them.
-    """
+    """Three have loaded, one has not: the request waits, others compute. Aborted, it keeps blocks until the last."""
     run(slow_load, number)
 
 

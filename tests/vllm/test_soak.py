@@ -1,6 +1,4 @@
-"""Conversations that grow, come back, are aborted and fail in any order, in little room: every answer is the one that
-an unmodified vLLM gives.
-"""
+"""Conversations that grow, come back, are aborted and fail, in little room: each answer is an unmodified vLLM's."""
 
 from __future__ import annotations
 

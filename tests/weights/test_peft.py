@@ -1,6 +1,4 @@
-"""What PEFT does to a model with offloaded weights: the same as to one in memory, to the bit, or refused in words,
-and then nothing has changed.
-"""
+"""What PEFT does to a model with offloaded weights: the same bits as in memory, or refused in words, unchanged."""
 
 from __future__ import annotations
 
