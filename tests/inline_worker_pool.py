@@ -14,7 +14,7 @@ MOMENT_S: Final = 0.01
 """A worker that wants to go on so soon has work: whoever woke it waits for it."""
 
 
-class InlineCrew:
+class InlineWorkerPool:
     """Implements WorkerPool (stowage.storage.disk.system)."""
 
     def __init__(self, name: str, turns: Sequence[Turn]) -> None:

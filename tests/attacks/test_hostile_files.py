@@ -22,7 +22,7 @@ from stowage.storage.format.segment import ENTRY_BYTES, SegmentName
 from stowage.testing.faults import FaultyFileSystem
 from tests.attacks.hostile import ANOTHER, HOSTILE, LIMIT, hostile
 from tests.disk_client import NAMESPACE, Client
-from tests.inline_worker_pool import InlineCrew
+from tests.inline_worker_pool import InlineWorkerPool
 from tests.tier_client import key
 
 NAMES, LENGTHS = [key(n) for n in range(5)], [4096, 100, 8192, 4096, 6000]
@@ -58,7 +58,7 @@ def directory(tmp_path: Path) -> Path:
 def test_it_gets_nowhere(directory: Path, make: object) -> None:
     held = make(directory)  # type: ignore[operator]
     counting = FaultyFileSystem()
-    system = System(files=counting, worker_pool=InlineCrew)
+    system = System(files=counting, worker_pool=InlineWorkerPool)
     with memory_bounded(MEMORY_BYTES_MAX), Client(directory, LIMIT, readers=1, system=system) as client:
         client.load(NAMES, LENGTHS)  # asserts that what is found is exact
         assert counting.calls["preadv"] <= READS_MAX
@@ -67,7 +67,7 @@ def test_it_gets_nowhere(directory: Path, make: object) -> None:
         assert client.store([NAMES[n] for n in missing], [LENGTHS[n] for n in missing]).ok.all()
         assert client.load(NAMES, LENGTHS).ok.all()
         client.check()
-    with Client(directory, LIMIT, readers=1, system=System(worker_pool=InlineCrew)) as client:
+    with Client(directory, LIMIT, readers=1, system=System(worker_pool=InlineWorkerPool)) as client:
         assert client.load(NAMES, LENGTHS).ok.all(), "for good"
     assert not list((directory.parent / "outside").iterdir())
     del held
@@ -91,7 +91,7 @@ def test_a_reader_that_believed_the_file_would_be_caught(directory: Path, monkey
     monkeypatch.setattr(segment, "parse_trailer", lambda *_: trailer)
     with (
         memory_bounded(MEMORY_BYTES_MAX),
-        Client(directory, LIMIT, readers=1, system=System(worker_pool=InlineCrew)) as client,
+        Client(directory, LIMIT, readers=1, system=System(worker_pool=InlineWorkerPool)) as client,
     ):
         assert client.stats()["read_errors"]
 
@@ -166,7 +166,7 @@ def test_a_bad_sector_among_read_ahead_pages_costs_nothing(directory: Path) -> N
         return real(fd, buffers, offset)
 
     files.preadv = preadv  # type: ignore[method-assign]
-    with Client(directory, LIMIT, readers=1, system=System(files=files, worker_pool=InlineCrew)) as client:
+    with Client(directory, LIMIT, readers=1, system=System(files=files, worker_pool=InlineWorkerPool)) as client:
         assert client.stats()["chunks"] == 5 + 40 and client.stats()["read_errors"] == 0
 
 

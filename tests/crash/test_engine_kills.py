@@ -26,7 +26,7 @@ from tests.nursery import QUICKLY, Child, Nursery, wait_until
 from tests.syscall_trap import Board
 
 KILLS = int(os.environ.get("STOWAGE_KILLS", "16"))
-CREWS = 2 if KILLS > 200 else 1
+POOLS = 2 if KILLS > 200 else 1
 LIMIT = 320 << 10
 NEW_TOKENS = 3
 OPEN_S = 1.0
@@ -143,9 +143,9 @@ class WorkerPool:
 
 @pytest.mark.rare
 def test_random_kills_of_a_loaded_engine(tmp_path: Path) -> None:
-    worker_pools = [WorkerPool(tmp_path / str(number), KILLS // CREWS, number) for number in range(CREWS)]
+    worker_pools = [WorkerPool(tmp_path / str(number), KILLS // POOLS, number) for number in range(POOLS)]
     began_s = time.monotonic()
-    with ThreadPoolExecutor(CREWS) as pool:
+    with ThreadPoolExecutor(POOLS) as pool:
         list(pool.map(WorkerPool.run, worker_pools))
     opened_s = sorted(seconds for worker_pool in worker_pools for seconds in worker_pool.opened_s)
     answers, disk_tokens = (
@@ -157,4 +157,4 @@ def test_random_kills_of_a_loaded_engine(tmp_path: Path) -> None:
         f"disk, opened in {opened_s[len(opened_s) // 2]:.3f} s (median), {opened_s[-1]:.3f} s (longest)"
     )
     assert opened_s[len(opened_s) * 99 // 100] < OPEN_S
-    assert len(opened_s) > KILLS * 3 // 4 - CREWS and answers > KILLS and disk_tokens > 16 * KILLS
+    assert len(opened_s) > KILLS * 3 // 4 - POOLS and answers > KILLS and disk_tokens > 16 * KILLS

@@ -9,13 +9,13 @@ from typing import Any
 
 from stowage.storage.disk.system import System
 from tests.disk_client import NAMESPACE, Client
-from tests.inline_worker_pool import InlineCrew
+from tests.inline_worker_pool import InlineWorkerPool
 
 LIMIT = 8 << 20
 
 
 def opened(directory: Path, limit_bytes: int = LIMIT, *, namespace: bytes = NAMESPACE, **options: Any) -> Client:
-    system = System(worker_pool=InlineCrew)
+    system = System(worker_pool=InlineWorkerPool)
     return Client(directory, limit_bytes, namespace=namespace, readers=1, direct=False, system=system, **options)
 
 

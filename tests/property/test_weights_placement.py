@@ -189,9 +189,9 @@ def test_a_device_with_a_memory_of_its_own(weight_units: list[WeightUnit], small
     assert found.host_bytes == sum(c.host_buffer_bytes for c in kept) + found.staging_bytes
     fetched = {c.name for c in found.cached} - found.held
     assert (found.staging_bytes > 0) is bool(fetched or found.nbytes(Delivery.STREAM))
-    for cargo_left in found.cached:
-        more = replace(found, held=found.held | {cargo_left.name})
-        assert cargo_left.name in found.held or more.host_bytes > host, "experts lie on disk only where host is full"
+    for unit in found.cached:
+        more = replace(found, held=found.held | {unit.name})
+        assert unit.name in found.held or more.host_bytes > host, "experts lie on disk only where host is full"
 
 
 def test_rules_about_a_device_with_a_memory_of_its_own() -> None:

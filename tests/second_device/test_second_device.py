@@ -55,7 +55,7 @@ def test_it_is_another_device(device: torch.device) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_the_cpus(family: str, opened, references, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """Computed, and from every hold."""
+    """Computed, and from every tier."""
     engine = opened(family, disk=f"{tmp_path / 'cache'}:32MiB")
     reused = []
     for drop in (lambda: None, engine.drop_device_cache, lambda: (engine.drop_device_cache(), engine.drop_host())):

@@ -15,7 +15,7 @@ from stowage.storage.disk.system import System
 from stowage.storage.protocol import Transfer
 from stowage.testing.faults import FaultyFileSystem
 from tests.disk_client import Client, aligned
-from tests.inline_worker_pool import InlineCrew
+from tests.inline_worker_pool import InlineWorkerPool
 from tests.tier_client import NEVER_S, keys_of, payload
 
 PATIENCE_S = 60.0
@@ -26,7 +26,7 @@ def _transfer(number: int, keys: list[bytes], length: int, deadline_s: float) ->
     return Transfer(number, keys, aligned([length] * len(keys)), masks, deadline_s)
 
 
-class SwappedBlocks(InlineCrew):
+class SwappedBlocks(InlineWorkerPool):
     """Does nothing before it is told to: several transfers are waiting by then."""
 
     worker_pools: ClassVar[list[SwappedBlocks]] = []

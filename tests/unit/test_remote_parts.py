@@ -96,8 +96,9 @@ def test_what_is_taken_to_be_there_never_replaces_what_is_known() -> None:
     assert presence.lookup([B, C]).tolist() == [7, 0]
 
 
-def test_the_oldest_are_forgotten() -> None:
-    presence = Presence(2.0, Clock(), keys_max=2)
+def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stowage.storage.remote.presence.KEYS_MAX", 2)
+    presence = Presence(2.0, Clock())
     for key in (A, B, A, C):
         presence.stored(key, 1)
     assert presence.lookup([A, B, C]).tolist() == [1, 0, 1] and len(presence) == 2

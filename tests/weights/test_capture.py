@@ -202,8 +202,9 @@ def test_experts_cannot_be_captured(opened: Callable[..., Any]) -> None:
     assert not opened("mixtral", Recording(), "*=experts").stowage.capturable
 
 
-def test_berths_are_pinned_piece_by_piece_and_no_more_than_is_used() -> None:
-    host_buffers, pinned, closed = HostBuffers(1 << 16), [], []
+def test_host_buffers_are_pinned_piece_by_piece_and_no_more_than_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stowage.weights.host_buffers.PIECE_BYTES", 1 << 16)
+    host_buffers, pinned, closed = HostBuffers(), [], []
 
     def pin(memory: np.ndarray) -> Any:
         pinned.append((memory.ctypes.data, memory.nbytes))

@@ -130,8 +130,9 @@ def test_a_forward_inside_of_a_forward_is_told(checkpoints: Callable[..., Path],
     assert torch.equal(logits(model, prompt()), logits(plain("llama"), prompt()))
 
 
-def test_a_turn_that_does_not_come_is_told() -> None:
-    lock = ForwardLock(timeout_s=0.2)
+def test_a_turn_that_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stowage.weights.forward_lock.LOCK_TIMEOUT_S", 0.2)
+    lock = ForwardLock()
     inside, over = threading.Event(), threading.Event()
 
     def hold() -> None:

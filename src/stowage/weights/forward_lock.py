@@ -81,12 +81,10 @@ def _runs(frame: FrameType | None, at: FrameType | None) -> bool:
 
 
 class ForwardLock:
-    """The lock on a model with offloaded weights. ``waits``: whether a forward of another thread waits for the lock; if
-    not, it is refused. ``timeout_s``: the longest wait for one other forward.
-    """
+    """The lock on a model with offloaded weights. ``waits``: whether another thread's forward waits, or is refused."""
 
-    def __init__(self, timeout_s: float = LOCK_TIMEOUT_S) -> None:
-        self.waits, self._timeout_s = True, timeout_s
+    def __init__(self) -> None:
+        self.waits = True
         self._line: deque[Claim] = deque()
 
     def held(self) -> Claim | None:
@@ -99,7 +97,7 @@ class ForwardLock:
         ``self.waits`` is off.
 
         Raises ModelError when this thread is already inside a forward, when another forward holds the lock and this one
-        does not wait, and when that forward has not ended after ``timeout_s``.
+        does not wait, and when that forward has not ended after ``LOCK_TIMEOUT_S``.
         """
         if any(claim.is_current for claim in list(self._line)):
             raise ModelError(
@@ -136,9 +134,9 @@ class ForwardLock:
             now_s = time.monotonic()
             if first is not before:
                 before, since_s = first, now_s
-            if now_s - since_s > self._timeout_s:
+            if now_s - since_s > LOCK_TIMEOUT_S:
                 raise ModelError(
-                    f"a forward of another thread has not ended within {self._timeout_s:g} s, and this one waited for "
+                    f"a forward of another thread has not ended within {LOCK_TIMEOUT_S:g} s, and this one waited for "
                     "its turn. Load the model twice, or let one thread compute at a time."
                 )
             claim.wakeup.acquire(timeout=_POLL_S)

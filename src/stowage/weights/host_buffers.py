@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stowage.core.geometry import PAGE_BYTES, round_up
+from stowage.core.geometry import round_up
 from stowage.native.memory import reserved
 
 PIECE_BYTES: Final = 1 << 30
@@ -23,11 +23,9 @@ PIECE_BYTES: Final = 1 << 30
 
 
 class HostBuffers:
-    """Host memory for weights. ``piece_bytes``: instead of ``PIECE_BYTES``."""
+    """Host memory for weights."""
 
-    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
-        assert piece_bytes % PAGE_BYTES == 0
-        self._piece_bytes = piece_bytes
+    def __init__(self) -> None:
         self._pieces: list[NDArray[np.uint8]] = []
         self._used: list[int] = []
         self._pinned: list[Any] = []
@@ -44,7 +42,7 @@ class HostBuffers:
         nbytes = values.nbytes
         taken = round_up(nbytes)
         if not self._pieces or self._used[-1] + taken > self._pieces[-1].nbytes:
-            self._pieces.append(np.frombuffer(reserved(max(taken, self._piece_bytes)), np.uint8))
+            self._pieces.append(np.frombuffer(reserved(max(taken, PIECE_BYTES)), np.uint8))
             self._used.append(0)
         begin = self._used[-1]
         self._used[-1] = begin + taken

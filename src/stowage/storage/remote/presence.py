@@ -8,7 +8,7 @@ A discarded key is absent until it is stored again here, or found by an inquiry 
 store must write, whatever the store has under that name, stays until that store: a value may have a good head and a
 damaged payload.
 
-Any thread. Bounded: beyond `keys_max` of each sort the oldest are forgotten.
+Any thread. Bounded: beyond `KEYS_MAX` of each sort the oldest are forgotten.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ KEYS_MAX: Final = 1 << 18
 class Presence:
     """What is known of which keys."""
 
-    def __init__(self, absent_s: float, clock: Callable[[], float], keys_max: int = KEYS_MAX) -> None:
-        assert absent_s >= 0 and keys_max > 0
+    def __init__(self, absent_s: float, clock: Callable[[], float]) -> None:
+        assert absent_s >= 0
         self._absent_s = absent_s
         self._clock = clock
-        self._keys_max = keys_max
         self._lock = threading.Lock()
         self._masks: dict[bytes, int] = {}
         self._absent_until_s: dict[bytes, float] = {}
@@ -77,7 +76,7 @@ class Presence:
                 self._set(key, mask)
             else:
                 self._masks.pop(key, None)
-                _put(self._absent_until_s, key, self._clock() + self._absent_s, self._keys_max)
+                _put(self._absent_until_s, key, self._clock() + self._absent_s)
 
     def take(self, inquiry: int, keys: Iterable[bytes], mask: int) -> None:
         """Nothing is known of the keys, and they are likely there."""
@@ -107,7 +106,7 @@ class Presence:
     def unanswered(self, key: bytes) -> None:
         """The store did not say what it has. If the key is discarded therefore, what is there may be good."""
         with self._lock:
-            _put(self._unanswered, key, None, self._keys_max)
+            _put(self._unanswered, key, None)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """What is there is of no use, or gone, or could not be had."""
@@ -115,16 +114,16 @@ class Presence:
             until_s = self._clock() + self._absent_s
             for key in keys:
                 self._masks.pop(key, None)
-                _put(self._absent_until_s, key, until_s, self._keys_max)
+                _put(self._absent_until_s, key, until_s)
                 if key in self._unanswered:
                     del self._unanswered[key]
                 else:
-                    _put(self._suspect, key, None, self._keys_max)
+                    _put(self._suspect, key, None)
                 self._note(key)
 
     def _set(self, key: bytes, mask: int) -> None:
         self._absent_until_s.pop(key, None)
-        _put(self._masks, key, mask, self._keys_max)
+        _put(self._masks, key, mask)
 
     def _note(self, key: bytes) -> None:
         for touched in self._inquiries.values():
@@ -134,14 +133,14 @@ class Presence:
         """Assert the invariants."""
         with self._lock:
             sorts: tuple[dict[bytes, Any], ...] = (self._masks, self._absent_until_s, self._suspect, self._unanswered)
-            assert all(len(one) <= self._keys_max for one in sorts)
+            assert all(len(one) <= KEYS_MAX for one in sorts)
             assert all(self._masks.values()), "a chunk without blocks is present"
             assert not self._masks.keys() & self._absent_until_s.keys(), "a key is present and absent"
 
 
-def _put(keys: dict[bytes, Any], key: bytes, value: Any, keys_max: int) -> None:
+def _put(keys: dict[bytes, Any], key: bytes, value: Any) -> None:
     """As the newest; beyond the limit the oldest goes."""
     keys.pop(key, None)
     keys[key] = value
-    if len(keys) > keys_max:
+    if len(keys) > KEYS_MAX:
         del keys[next(iter(keys))]
