@@ -31,11 +31,8 @@ def opened(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
         family: str, *, patience: int = 4, failing: tuple[int, ...] = (), context_tokens: int = 4096, **memory: object
     ):
         copies = LateCopies(patience, failing)
-        monkeypatch.setattr(
-            assembly,
-            "link",
-            lambda _, arena, slabs: DeviceLink(StagedTransfer(arena, slabs, copies, staging_bytes=1 << 16)),
-        )
+        monkeypatch.setattr("stowage.transfer.staged.STAGING_BYTES", 1 << 16)
+        monkeypatch.setattr(assembly, "link", lambda _, arena, slabs: DeviceLink(StagedTransfer(arena, slabs, copies)))
         limits = {"kv_cache_memory": "8MiB", "host_memory": "16MiB", "snapshot_tokens": 128} | memory
         made.append((Engine(checkpoints(family, context_tokens), Memory(**limits)), copies))  # type: ignore[arg-type]
         return made[-1]

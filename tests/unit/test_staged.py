@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -49,11 +51,10 @@ def test_the_bytes_of_a_plain_copy(
     device = torch.randint(0, 256, (ROWS, BLOCK_BYTES), dtype=torch.uint8)
     expected, arena = arena_of(), arena_of()
     CpuTransfer(expected, SLABS).store(plan, device)
-    transfer = StagedTransfer(arena, SLABS, SynchronousCopies(device.device), staging_bytes=staging_bytes)
-    assert transfer.store(plan, device) is None
+    transfer, loaded = StagedTransfer(arena, SLABS, SynchronousCopies(device.device)), torch.full_like(device, 99)
+    with patch.object(staged, "STAGING_BYTES", staging_bytes):
+        assert transfer.store(plan, device) is None and transfer.load(plan, loaded) is None
     assert np.array_equal(arena, expected)
-    loaded = torch.full_like(device, 99)
-    assert transfer.load(plan, loaded) is None
     assert torch.equal(loaded[rows[:count]], device[rows[:count]])
     assert bool((loaded[[0, *rows[count:]]] == 99).all())
 
@@ -73,10 +74,11 @@ def test_blocks_of_a_slot_cross_over_as_one() -> None:
     assert Counting.crossed == [3], "slots are larger than what four blocks take"
 
 
-def test_blocks_may_be_reused_at_once_and_slots_may_not() -> None:
+def test_blocks_may_be_reused_at_once_and_slots_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "STAGING_BYTES", BLOCK_BYTES)
     device = torch.randint(0, 256, (ROWS, BLOCK_BYTES), dtype=torch.uint8)
     before, arena, copies = device.clone(), arena_of(), LateCopies(patience=9)
-    transfer = StagedTransfer(arena, SLABS, copies, staging_bytes=BLOCK_BYTES)
+    transfer = StagedTransfer(arena, SLABS, copies)
     plan = plan_of([3, 1, 2], [(0, 0), (0, 1), (1, 3)])
     ticket = transfer.store(plan, device)
     device.zero_()
@@ -92,8 +94,9 @@ def test_blocks_may_be_reused_at_once_and_slots_may_not() -> None:
 
 def test_staging_buffers_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "IN_FLIGHT_BYTES_MAX", 4 * BLOCK_BYTES)
+    monkeypatch.setattr(staged, "STAGING_BYTES", BLOCK_BYTES)
     copies = LateCopies(patience=1 << 30)
-    transfer = StagedTransfer(arena_of(), SLABS, copies, staging_bytes=BLOCK_BYTES)
+    transfer = StagedTransfer(arena_of(), SLABS, copies)
     device = torch.zeros((ROWS, BLOCK_BYTES), dtype=torch.uint8)
     for slot in range(4):
         transfer.store(plan_of([1, 2, 3, 4], [(slot, offset) for offset in range(PER_CHUNK)]), device)
@@ -102,8 +105,9 @@ def test_staging_buffers_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("method", ["gather", "to_host", "to_device", "scatter"])
 def test_an_error_of_the_device_leaves_nothing_under_way(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "STAGING_BYTES", BLOCK_BYTES)
     copies = LateCopies(patience=1 << 30)
-    transfer = StagedTransfer(arena_of(), SLABS, copies, staging_bytes=BLOCK_BYTES)
+    transfer = StagedTransfer(arena_of(), SLABS, copies)
     device = torch.zeros((ROWS, BLOCK_BYTES), dtype=torch.uint8)
     plan = plan_of([1, 2, 3], [(0, 0), (0, 1), (0, 2)])
     real, calls = getattr(copies, method), []

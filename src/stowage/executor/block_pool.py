@@ -35,12 +35,7 @@ _AHEAD_BYTES: Final = 64 << 20
 
 
 class BlockPool:
-    """The blocks of one group on the device.
-
-    Args:
-        layout: the group, and where each layer lies inside a block.
-        blocks: usable blocks; one more row is allocated for padding.
-    """
+    """The usable ``blocks`` of the group of ``layout`` on the device, and one row more, for padding."""
 
     def __init__(self, layout: BlockLayout, blocks: int, device: torch.device) -> None:
         self.group = layout.group

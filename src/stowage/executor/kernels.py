@@ -143,9 +143,7 @@ def supports_lookup(ids: Tensor, weight: object) -> bool:
 
 def look_up(ids: Tensor, matrix: BlockMatrix) -> Tensor:
     """The rows of ``ids`` (any shape) of a matrix in a format of one tensor: (..., inputs). See ``supports_lookup``.
-
-    Raises:
-        IndexError: the matrix has no such row.
+    Raises IndexError for a row that there is not.
     """
     rows, ids = matrix.parts[""], ids.contiguous()
     inputs, half = matrix.spec.inputs, matrix.values_dtype is torch.bfloat16

@@ -27,12 +27,10 @@ _RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 
 
 def probe(model: Any, block_tokens: Mapping[Kind, int], chunk_blocks: int, identity: str) -> ModelLayout:
-    """Classify ``model``'s layers and lay out one block per group.
+    """Classify the layers of ``model``, which is on its device and in evaluation mode, and lay out one block per group.
 
-    Args:
-        model: a Transformers causal model on its device, in evaluation mode.
-        block_tokens: tokens per block for each kind of group. The recurrent entry is the grid on which snapshots may be
-        taken. chunk_blocks: blocks per chunk of the attention groups. identity: see ``probing.look``.
+    ``block_tokens``: by kind of group; of recurrent ones, the grid on which snapshots may be taken. ``chunk_blocks``:
+    blocks per chunk of the attention groups. ``identity``: see ``probing.look``.
 
     Raises ``UnsupportedModelError`` when what the model does, does not fit its config. Whether its family is one that
     is run, the caller asks first (``layout.refuse_unsupported``).

@@ -32,12 +32,7 @@ whose cores are busy, torch's threads wait for each other at every run: 1 MiB at
 
 
 class CpuTransfer:
-    """Copies between a device pool in ordinary memory and the host arena.
-
-    Args:
-        arena: all bytes of the arena, uint8.
-        slabs: its slab classes; each group belongs to one.
-    """
+    """Copies between a pool in ordinary memory and the host ``arena`` (uint8). ``slabs``: one for each group."""
 
     def __init__(self, arena: NDArray[np.uint8], slabs: Sequence[SlabClass]) -> None:
         self._arena = torch.from_numpy(arena)

@@ -53,27 +53,14 @@ class DeviceCopies(Protocol):
 
 
 class StagedTransfer:
-    """Copies between a device pool and the host arena through staging buffers.
-
-    Args:
-        arena: all bytes of the arena, uint8.
-        slabs: its slab classes; each group belongs to one.
-        copies: the device's copies.
-        staging_bytes: instead of ``STAGING_BYTES``.
+    """Copies between a device pool and the host ``arena`` (uint8) through staging buffers. ``slabs``: the arena's slab
+    classes; each group belongs to one. ``copies``: the device's.
     """
 
-    def __init__(
-        self,
-        arena: NDArray[np.uint8],
-        slabs: Sequence[SlabClass],
-        copies: DeviceCopies,
-        *,
-        staging_bytes: int = STAGING_BYTES,
-    ) -> None:
+    def __init__(self, arena: NDArray[np.uint8], slabs: Sequence[SlabClass], copies: DeviceCopies) -> None:
         self._arena = torch.from_numpy(arena)
         self._slab_of = slab_of_groups(slabs)
         self._copies = copies
-        self._staging_bytes = staging_bytes
         self._stores: deque[tuple[CopyTicket, int]] = deque()
         self._last_load: CopyTicket | None = None
 
@@ -115,7 +102,7 @@ class StagedTransfer:
     def _batches(self, plan: CopyPlan, size: int) -> Iterator[tuple[NDArray[np.int64], list[StagedRun]]]:
         """For each staging buffer: the rows of device storage that it holds, and their runs in the arena."""
         offsets = plan.addresses(self._slab_of[plan.group], size)
-        each = max(1, self._staging_bytes // size)
+        each = max(1, STAGING_BYTES // size)
         for begin in range(0, plan.copies, each):
             there = offsets[begin : begin + each]
             breaks = [0, *(np.flatnonzero(np.diff(there) != size) + 1).tolist(), len(there)]

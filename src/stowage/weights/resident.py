@@ -23,11 +23,8 @@ _LEAST_BYTES: Final = 1 << 20
 
 class ResidentMemory:
     """Memory is asked for in pieces, each as large as all before it, of which only what is written takes any. A piece
-    is freed with the last tensor in it.
-
-    Args:
-        device: what the model computes on. If it has memory of its own, weights only pass through the computer's, and
-            each gets a piece of torch's.
+    is freed with the last tensor in it. Where the ``device`` that the model computes on has memory of its own, weights
+    only pass through the computer's, and each gets a piece of torch's.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

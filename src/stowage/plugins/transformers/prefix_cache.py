@@ -69,16 +69,14 @@ class Counts:
 
 
 class PrefixCache:
-    """Prefixes of one model.
+    """Prefixes of one ``model``, a causal one of Transformers in memory, in evaluation mode, on any device. Every
+    weight is read once, to name it.
 
-    Args:
-        model: a Transformers causal model in memory, in evaluation mode, on any device. Every weight is read once, to
-        name it. exact: answers after ``prefill`` are the same to the bit whether anything was stored or not; see
-        ``prefill``. host_memory: a hard limit; a prefix passes through it whole, so it should hold the longest. disk:
-        ``"DIR:SIZE"``, a hard limit; processes may share it. salt: caches with different salts share nothing. tiers:
-        tiers of your own, below those of the settings, fastest first; closed with it.
-        settings: further fields of ``Memory`` (``valkey``, ``object``, ``snapshot_tokens``, ``disk_protection``, ...),
-        as docs/reference/settings.md has them.
+    ``host_memory``: a hard limit; a prefix passes through it whole, so it should hold the longest. ``disk``:
+    ``"DIR:SIZE"``, a hard limit; processes may share it. ``exact``: answers after ``prefill`` are the same to the bit
+    whether anything was stored or not; see there. ``salt``: caches with different salts share nothing. ``tiers``: of
+    your own, below those of the settings, fastest first; closed with it. ``settings``: further fields of ``Memory``
+    (``valkey``, ``object``, ``snapshot_tokens``, ``disk_protection``, ...), as docs/reference/settings.md has them.
 
     Raises ``ModelError`` (``UnsupportedModelError``) for a model whose caches cannot be kept exactly, ``ConfigError``
     (``BudgetError``) or ``StorageError`` for settings that cannot work.

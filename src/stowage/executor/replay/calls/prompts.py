@@ -53,12 +53,8 @@ _RULES: Final = Rules(
 
 @dataclass(frozen=True, slots=True)
 class PromptStep:
-    """A step with prompts, of ``sequences`` sequences.
-
-    Args:
-        given: see ``ModelStep``.
-        part: a context that makes a part of the step ``batch.current``, and yields it: the given number of tokens of
-            the longest sequence, and two of each other.
+    """A step with prompts. ``given``: see ``ModelStep``. ``part``: a context that makes a part of the step
+    ``batch.current``, and yields it: so many tokens of the longest sequence, and two of each other.
     """
 
     sequences: int
