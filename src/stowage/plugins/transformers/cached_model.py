@@ -186,7 +186,8 @@ class _FirstKeys(DynamicCache):  # type: ignore[misc]
 
 def _distances(one: Tensor, other: Tensor) -> Tensor:
     """Of each token's logits, as parts of their norm."""
-    return ((one.float() - other.float()).norm(dim=-1) / one.float().norm(dim=-1)).flatten()
+    parts: Tensor = (one.float() - other.float()).norm(dim=-1) / one.float().norm(dim=-1)
+    return parts.flatten()
 
 
 def _far(one: Tensor, other: Tensor) -> float:
