@@ -89,6 +89,8 @@ SPECS = [
     Spec("mxfp4", 300, 512),
     *(Spec("nvfp4", 300, 512, block_rows=rows, divides=not rows) for rows in (0, 64)),
     *(Spec("fp8", 300, 512, group, block_rows) for group, block_rows in ((128, 128), (0, 1), (0, 0))),
+    *(Spec("s8", 300, 512, group, rows, scale_dtype=torch.bfloat16) for group, rows in ((0, 1), (32, 1), (0, 0))),
+    *(Spec("u8", 300, 512, group, scale_dtype=dtype) for group, dtype in ((0, torch.bfloat16), (128, torch.float32))),
     *(Spec("int4", 304, 512, 64, zeros=zeros, scale_dtype=torch.bfloat16) for zeros in (False, True)),
     Spec("int4", 304, 512, 128, zeros=True, scale_dtype=torch.float16),
     *(Spec(name, 304, 512, group, scale_dtype=torch.float16) for name in ("gptq", "awq") for group in (32, 128)),

@@ -22,7 +22,13 @@ from tests.block_formats import HALVES, SPECS, parts_of, scale, shapes_of
 from tests.native import needs_native
 
 pytestmark = needs_native
-ODD = {"fp8": ((130, 200), (37, 4128)), "f16": ((37, 75),), "bf16": ((37, 75),), "f32": ((37, 75),)}
+ODD = {
+    "fp8": ((130, 200), (37, 4128)),
+    "s8": ((130, 200), (37, 4128)),
+    "f16": ((37, 75),),
+    "bf16": ((37, 75),),
+    "f32": ((37, 75),),
+}
 
 
 def linear_blocks(x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None) -> Tensor:

@@ -48,10 +48,11 @@ def matrices(draw: st.DrawFn) -> Spec:
     if name == "nvfp4":
         return Spec(name, outputs, inputs, block_rows=draw(st.sampled_from([0, 1, 7])), divides=draw(st.booleans()))
     scales = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-    if name == "fp8":
+    if name in ("fp8", "s8", "u8"):
         block_rows, group = draw(st.sampled_from([0, 1, 7, 128])), draw(st.sampled_from([0, 32, 64, 128, 1000]))
         ragged = inputs - draw(st.integers(0, 31))
-        return Spec(name, outputs, ragged, group, block_rows, scale_dtype=draw(st.sampled_from([scales, torch.uint8])))
+        powers = [scales] if name != "fp8" else [scales, torch.uint8]
+        return Spec(name, outputs, ragged, group, block_rows, scale_dtype=draw(st.sampled_from(powers)))
     group = draw(st.sampled_from([size for size in (0, 32, 64, 96, 128) if not size or inputs % size == 0]))
     return Spec(name, 8 * outputs, inputs, group, zeros=draw(st.booleans()), scale_dtype=scales)
 

@@ -58,6 +58,26 @@ def int4(group: int, zeros: bool = False) -> Callable[[Tensor], Written]:
     return write
 
 
+def int8(group: int, words: bool = False, bits: int = 8) -> Callable[[Tensor], Written]:
+    """As compressed-tensors writes whole numbers: in a byte each, of fewer ``bits`` too; or four 128 more in a word."""
+
+    def write(values: Tensor) -> Written:
+        n, k = values.shape
+        grouped = values.view(n, -1, group or k)
+        scales = (grouped.abs().amax(2) / (2 ** (bits - 1) - 1)).to(torch.bfloat16)
+        whole = scales.float()[..., None]
+        codes = (grouped / whole).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        stored = codes.view(n, k).to(torch.int8)
+        meant = (codes * whole).view(n, k)
+        if not words:
+            return {"weight": stored, "weight_scale": scales, "weight_zero_point": torch.zeros(n, 1).char()}, meant
+        biased = (stored.to(torch.int16) + 128).to(torch.uint8)
+        shape = torch.tensor(values.shape)
+        return {"weight_packed": biased.view(torch.int32), "weight_scale": scales, "weight_shape": shape}, meant
+
+    return write
+
+
 def gptq(group: int) -> Callable[[Tensor], Written]:
     """As AutoGPTQ: along inputs, zero points less one."""
 
@@ -118,6 +138,12 @@ def nvfp4(divides: bool) -> Callable[[Tensor], Written]:
         return {"weight": packed, "weight_scale": scales, "weight_scale_2": own, "input_scale": own / 3}, meant
 
     return write
+
+
+def mxfp4_packed(values: Tensor) -> Written:
+    """As compressed-tensors writes it."""
+    blocks, scales, meant = mxfp4(values.t()[None])
+    return {"weight_packed": blocks[0].view(len(values), -1), "weight_scale": scales[0]}, meant[0].t().contiguous()
 
 
 def mxfp4(stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -55,6 +55,12 @@ def nvfp4() -> tuple[dict[str, Any], Callable[..., Any]]:
     return stated, files.nvfp4(True)
 
 
+def int8(form: str, group: int = 0, bits: int = 8) -> tuple[dict[str, Any], Callable[..., Any]]:
+    stated = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    return compressed("int", bits, form, symmetric=True, **stated), files.int8(group, form == "pack-quantized", bits)
+
+
+PACKED_MXFP4 = compressed("float", 4, "mxfp4-pack-quantized", strategy="group", group_size=32, symmetric=True)
 MODELOPT = {
     "quant_method": "modelopt",
     "quant_algo": "NVFP4",
@@ -82,6 +88,11 @@ METHODS: Mapping[str, tuple[str, Mapping[str, Any], Callable[..., Any]]] = {
     "int4-32": ("llama", *int4(32)),
     "int4-64-zeros": ("qwen3", *int4(64, True)),
     "int4-128": ("llama", *int4(128)),
+    "int8-channels": ("qwen2", *int8("int-quantized")),
+    "int8-words": ("llama", *int8("pack-quantized")),
+    "int8-words-64": ("qwen3", *int8("pack-quantized", 64)),
+    "int4-bytes": ("llama", *int8("naive-quantized", 128, 4)),
+    "mxfp4": ("llama", PACKED_MXFP4, files.mxfp4_packed),
     "nvfp4": ("qwen3", *nvfp4()),
     "nvfp4-modelopt": ("llama", MODELOPT, files.nvfp4(False)),
     "fp8-modelopt": ("llama", MODELOPT | {"quant_algo": "FP8"}, files.fp8(0, 0, "weight_scale")),
@@ -98,7 +109,21 @@ def taken_by(model: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", mostly_rare(METHODS, ["fp8", "fp8-channels", "int4-64-zeros", "gptq-32", "awq-64", "nvfp4"])
+    "name",
+    mostly_rare(
+        METHODS,
+        [
+            "fp8",
+            "fp8-channels",
+            "int4-64-zeros",
+            "int8-channels",
+            "int8-words-64",
+            "mxfp4",
+            "gptq-32",
+            "awq-64",
+            "nvfp4",
+        ],
+    ),
 )
 def test_an_engine_answers_as_on_the_plain_values_to_the_bit(name: str, tmp_path: Path) -> None:
     family, method, quantiser = METHODS[name]
@@ -129,6 +154,8 @@ EXPERTS: Mapping[str, tuple[str, Mapping[str, Any], Callable[..., Any] | None]] 
     "qwen3_moe-gptq": ("qwen3_moe", *words("gptq", 32)),
     "mixtral-awq": ("mixtral", *words("awq", 64)),
     "qwen3_moe-nvfp4": ("qwen3_moe", *nvfp4()),
+    "qwen3_moe-mxfp4": ("qwen3_moe", PACKED_MXFP4, files.mxfp4_packed),
+    "mixtral-int8": ("mixtral", *int8("int-quantized")),
     "deepseek_v3-modelopt": ("deepseek_v3", MODELOPT, files.nvfp4(False)),
     "gpt_oss-mxfp4": ("gpt_oss", MXFP4, None),
     "hunyuan_moe-gptq": ("hunyuan_moe", *words("gptq", 32)),
@@ -288,8 +315,14 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     refused("would be .*different checkpoints", {f"{first}.qweight": state[f"{first}.qweight"][:, :8]})
     refused("would be .*different checkpoints", {f"{first}.qzeros": state[f"{first}.qzeros"].float()})
     refused("has no place for it", {f"{first}.bias": torch.ones(256).half()})
-    groups = {"config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}}}
-    refused("by compressed-tensors in 8 bits of the type int", quant_method="compressed-tensors", **groups)
+    for weights, match in (
+        ({"type": "int", "num_bits": 2}, "by compressed-tensors in 2 bits of the type int, which is not computed with"),
+        ({"type": "float", "num_bits": 4, "group_size": 64}, "in 4 bits of the type float in groups of 64"),
+        ({"type": "int", "num_bits": 8, "symmetric": False}, "to bytes with zero points"),
+    ):
+        refused(match, quant_method="compressed-tensors", config_groups={"g": {"weights": weights}})
+    group = {"weights": {"type": "int", "num_bits": 8}, "format": "marlin-24"}
+    refused("in 8 bits of the type int as 'marlin-24'", quant_method="compressed-tensors", config_groups={"g": group})
     refused("is sparse as", quant_method="compressed-tensors", sparsity_config={"format": "sparse-24-bitmask"})
     del state[f"{first}.qzeros"]
     refused("is incomplete: it has no model.layers.0.mlp.down_proj.qzeros")

@@ -197,7 +197,7 @@ def test_layers_that_a_config_leaves_out_are_planned_as_numbers(key: str, tmp_pa
     ("name", "entries", "match"),
     [
         ("fp8", {"weight_scale_semantics": "inverse"}, "codes are divided by .*'inverse', as GPTQModel writes them"),
-        ("int4-32", {"format": "int-quantized"}, "type int as 'int-quantized', which is not read: pack-quantized is"),
+        ("int4-32", {"format": "marlin-24"}, "type int as 'marlin-24', which is not read: pack-quantized and int-quan"),
         ("awq-64", {"checkpoint_format": "gemv"}, "by awq in 4 bits as 'gemv'"),
         ("gptq-32", {"rotation": "hadamard"}, r"weights were rotated \(rotation 'hadamard'\), which would have"),
     ],

@@ -127,8 +127,8 @@ def test_what_compressed_tensors_has_besides_is_refused_by_name(tmp_path: Path) 
     published, plain = files.write("llama", tmp_path, stated, quantiser)
     state, expected = load_file(published / "model.safetensors"), answers_of(plain)
     assert answers_of(published) == expected
-    files.rewrite(published, quantization_config=compressed("float", 4, "mxfp4-pack-quantized", group_size=32))
-    with pytest.raises(UnsupportedModelError, match=r"in 4 bits of the type float in groups of 32, .*\(NVFP4\)"):
+    files.rewrite(published, quantization_config=compressed("float", 4, "nvfp4-pack-quantized", group_size=64))
+    with pytest.raises(UnsupportedModelError, match=r"in 4 bits of the type float in groups of 64, .*\(NVFP4\)"):
         loading.load(published)
     changes: tuple[tuple[str, str, Tensor | None], ...] = (
         ("weight_zero_point", "with a weight_zero_point", torch.zeros(8, 16)),

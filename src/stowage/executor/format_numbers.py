@@ -15,7 +15,7 @@ from stowage.weights.quantized.i_quants import I_QUANTS, table
 
 _FORMATS: Final = (
     "",  # not quantized
-    *"q8_0 q4_0 q4_1 q5_0 q5_1 iq4_nl mxfp4_block f32 f16 bf16 mxfp4 fp8 int4 gptq awq packed4 nvfp4".split(),
+    *"q8_0 q4_0 q4_1 q5_0 q5_1 iq4_nl mxfp4_block f32 f16 bf16 mxfp4 fp8 int4 gptq awq packed4 nvfp4 s8 u8".split(),
     *"q2_k q3_k q4_k q5_k q6_k iq4_xs iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq1_s iq1_m tq1_0 tq2_0 q1_0".split(),
     "inputs_first",  # not quantized, input-major (transposed)
 )

@@ -218,13 +218,20 @@ def apart(
     group = begin // wide
     there = row < outputs
     mask = there[:, None] & (column < inputs)
-    if FORMAT == "fp8":
+    if FORMAT == "fp8" or FORMAT == "s8" or FORMAT == "u8":
         scale = tl.load(scales + (row // high) * scales_row + group, there, other=0)
     else:
         scale = tl.load(scales + group * scales_row + row, there, other=0)
     scale = _power(scale) if POWERS else scale.to(tl.float32)
-    if FORMAT == "fp8":
-        found = _fp8(tl.load(codes + row[:, None] * codes_row + column, mask, other=0)) * scale[:, None]
+    if FORMAT == "fp8" or FORMAT == "s8" or FORMAT == "u8":
+        byte = tl.load(codes + row[:, None] * codes_row + column, mask, other=0)
+        if FORMAT == "fp8":
+            code = _fp8(byte)
+        elif FORMAT == "s8":
+            code = byte.to(tl.int8, bitcast=True).to(tl.float32)
+        else:
+            code = byte.to(tl.float32) - 128.0
+        found = code * scale[:, None]
     else:
         eighth = (row % 8).to(tl.int32)
         if FORMAT == "awq":

@@ -22,7 +22,8 @@ logger = logging.getLogger("stowage.engine")
 _SIDE_BY_SIDE = frozenset(
     "q8_0 q4_0 q4_1 q5_0 q5_1 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4_block mxfp4 nvfp4 int4".split()
 )
-_APART = frozenset(("fp8", "gptq", "awq"))
+_BY_ROWS = frozenset(("fp8", "s8", "u8"))
+_APART = _BY_ROWS | frozenset(("gptq", "awq"))
 FORMATS = _SIDE_BY_SIDE | _APART
 """Those that the kernels know. Of others torch makes numbers, which is several times slower."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -104,7 +105,7 @@ def _fits(spec: Matrix, parts: Mapping[str, Tensor], dtype: torch.dtype) -> bool
         return False
     if spec.name in _SIDE_BY_SIDE:
         return all(part.is_contiguous() for part in parts.values())
-    # fp8 may have groups of any width; a program's columns must share one scale
+    # these may have groups of any width; a program's columns must share one scale
     in_one = spec.group_size % _COLUMNS[-1] == 0 or spec.group_size >= spec.inputs
     return spec.name in _APART and in_one and all(part.dim() < 2 or part.stride(-1) == 1 for part in parts.values())
 
@@ -153,7 +154,7 @@ def _apart(spec: Matrix, parts: Mapping[str, Tensor], out: Tensor) -> None:
     from stowage.cuda.unpacking import kernels
 
     codes, scales = parts["codes"], parts["scales"]
-    if spec.name == "fp8":
+    if spec.name in _BY_ROWS:
         codes = codes.view(torch.uint8)
         scales = scales.reshape(-(-spec.outputs // spec.rows_per_scale), -1)
     columns = next((c for c in _COLUMNS if spec.group_size % c == 0), _COLUMNS[-1])

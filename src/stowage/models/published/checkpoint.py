@@ -22,7 +22,7 @@ from stowage.models.published.matrices import Matrices, Matrix, base_of, unexpec
 from stowage.models.published.method import Method
 from stowage.models.published.names import Sources, sources_of
 from stowage.weights.checkpoint import Checkpoint, Stored, stored_in
-from stowage.weights.quantized.formats import Spec, gptq_first
+from stowage.weights.quantized.formats import SINGLE_CODES, Spec, gptq_first
 from stowage.weights.quantized.published import Kept, Part, Plan
 from stowage.weights.quantized.stacks import has_transposed_experts
 
@@ -344,7 +344,7 @@ class _Reading:
                 raise UnsupportedModelError(f"{path} has experts whose inputs come first, which is not read.")
             return Kept({"": Part((*before, *shape), self.matrices.dtype, _spans(each, ""))})
         spec = first.spec
-        if several and spec.name in ("fp8", "nvfp4") and not spec.block_rows:
+        if several and spec.name in (*SINGLE_CODES, "nvfp4") and not spec.block_rows:
             spec = replace(spec, block_rows=spec.outputs)
         if several and (spec.name in ("gptq", "awq") or spec.outputs % max(1, spec.block_rows, 8 * spec.zeros)):
             return self._pieces(first.spec, each, experts, transposed)

@@ -34,6 +34,8 @@ _NO_ORDER: Final = -1
 """
 _SMOOTHED: Final = ("pre_quant_scale", "svdquant_lora_a")
 """What Model Optimizer writes beside weights that mean nothing without it."""
+_ZERO: Final = "weight_zero_point"
+_GLOBAL: Final = "weight_global_scale"
 _STACKED: Final = re.compile(r"(.+)_(?:blocks|scales)")
 
 
@@ -104,6 +106,8 @@ class Matrices:
             found = self._nvfp4(base, name, shape, "weight_scale_2")
         elif self.get(name).dtype is torch.float8_e4m3fn:
             found = self._fp8(base, name, shape)
+        elif self.get(name).dtype is torch.int8:
+            found = self._whole("s8", base, self.get(name), shape)
         else:
             found = self._numbers(name)
         self._check(name, found, shape)
@@ -172,31 +176,60 @@ class Matrices:
 
     def _compressed(self, base: str, shape: tuple[int, ...]) -> Matrix:
         codes, scales = self.get(f"{base}.weight_packed"), self.get(f"{base}.weight_scale")
-        zeros = self.stored.get(f"{base}.weight_zero_point")
+        zeros = self.stored.get(f"{base}.{_ZERO}")
         if zeros is not None and zeros.dtype is torch.int8:
             raise UnsupportedModelError(
                 f"{base} has zero points that are not packed as its weights are (int8), which is not read. Give "
                 "another checkpoint of the model."
             )
         if codes.dtype is torch.uint8:
-            return self._nvfp4(base, codes.name, shape, "weight_global_scale")
+            powers = scales.dtype is torch.uint8
+            return self._mxfp4(base, codes, scales, shape) if powers else self._nvfp4(base, codes.name, shape, _GLOBAL)
         if zeros is None and self.method.has_zeros:
-            self.get(f"{base}.weight_zero_point")
+            self.get(f"{base}.{_ZERO}")
+        if codes.dtype is torch.int32 and codes.shape == (shape[0], shape[1] // 4):  # 4 codes of 8 bits in a word
+            return self._whole("u8", base, replace(codes, shape=shape), shape)
         group = self._group(base, scales, shape[1], scales.shape[-1] if scales.shape else 0)
         self._refuse_order(f"{base}.weight_g_idx", shape[1], group)
         spec = Spec("int4", shape[0], shape[1], group, zeros=zeros is not None, scale_dtype=scales.dtype)
         return Matrix({"codes": codes, "scales": scales} | ({} if zeros is None else {"zeros": zeros}), spec)
 
-    def _nvfp4(self, base: str, codes: str, shape: tuple[int, ...], own: str) -> Matrix:
-        """``own``: the global scale as it is called, which is a divisor where compressed-tensors wrote it."""
-        odd_ones = [name for name in (*_SMOOTHED, "weight_zero_point") if f"{base}.{name}" in self.stored]
+    def _whole(self, name: str, base: str, codes: Stored, shape: tuple[int, ...]) -> Matrix:
+        """Of compressed-tensors, in a byte each: s8 or u8. Older files have zero points that are all 0."""
+        scales, zeros = self.get(f"{base}.weight_scale"), self.stored.get(f"{base}.{_ZERO}")
+        if zeros is not None and bool(zeros.read().any()):
+            raise UnsupportedModelError(
+                f"{base} has zero points beside whole numbers in bytes, which is not read. Give another checkpoint of "
+                "the model."
+            )
+        count = scales.shape[1] if len(scales.shape) == 2 else 1
+        group = self._group(base, scales, shape[1], count) if count > 1 else 0
+        self._refuse_order(f"{base}.weight_g_idx", shape[1], group or shape[1])
+        rows = self._shared(scales.shape, shape[0])[0]
+        spec = Spec(name, shape[0], shape[1], group, rows, scale_dtype=scales.dtype)
+        return Matrix({"codes": replace(codes, dtype=torch.uint8), "scales": scales}, spec)
+
+    def _mxfp4(self, base: str, codes: Stored, scales: Stored, shape: tuple[int, ...]) -> Matrix:
+        """Of compressed-tensors, whose bytes lie as gpt-oss has them."""
+        self._refuse_beside("MXFP4", base, (_ZERO, _GLOBAL))
+        spec = Spec("mxfp4", shape[0], shape[1])
+        if codes.shape == (shape[0], shape[1] // 2):
+            codes = replace(codes, shape=spec.tensors()["blocks"][0])
+        return Matrix({"blocks": codes, "scales": scales}, spec)
+
+    def _refuse_beside(self, what: str, base: str, names: Sequence[str]) -> None:
+        odd_ones = [name for name in names if f"{base}.{name}" in self.stored]
         if odd_ones:
             raise UnsupportedModelError(
-                f"{base} is quantised to NVFP4 with a {odd_ones[0]}, which is not computed with here. Give another "
+                f"{base} is quantised to {what} with a {odd_ones[0]}, which is not computed with here. Give another "
                 "checkpoint of the model."
             )
+
+    def _nvfp4(self, base: str, codes: str, shape: tuple[int, ...], own: str) -> Matrix:
+        """``own``: the global scale as it is called, which is a divisor where compressed-tensors wrote it."""
+        self._refuse_beside("NVFP4", base, (*_SMOOTHED, _ZERO))
         names = {"codes": codes, "scales": f"{base}.weight_scale", "globals": f"{base}.{own}"}
-        spec = Spec("nvfp4", shape[0], shape[1], block_rows=0, divides=own == "weight_global_scale")
+        spec = Spec("nvfp4", shape[0], shape[1], block_rows=0, divides=own == _GLOBAL)
         return Matrix({part: self.get(name) for part, name in names.items()}, spec)
 
     def _by_words(self, base: str, shape: tuple[int, ...]) -> Matrix:

@@ -19,15 +19,16 @@ import torch
 from torch import nn
 
 from stowage.errors import CheckpointError, UnsupportedModelError
-from stowage.weights.quantized.formats import NVFP4_GROUP, Spec
+from stowage.weights.quantized.formats import MXFP4_GROUP, NVFP4_GROUP, Spec
 from stowage.weights.quantized.stacks import has_transposed_experts
 
 METHODS: Final = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq")
 _ALGORITHMS: Final = ("NVFP4", "W4A16_NVFP4", "FP8")
 """Those of ``modelopt``."""
 _MIXED: Final = "MIXED_PRECISION"
-_NVFP4: Final = ("float", 4)
+_FP4: Final = ("float", 4)
 _INT4: Final = ("int", 4)
+_WHOLE: Final = (_INT4, ("int", 8))
 _AUTO_ROUND: Final = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 """In whose layout AutoRound writes, by its ``packing_format``."""
 _EXTRA: Final = "extra_config"
@@ -36,7 +37,9 @@ _UNQUANTISED: Final = 16
 _SECOND: Final = "gptq_v2"
 _SEMANTICS: Final = "weight_scale_semantics"
 _PACKED: Final = (None, "pack-quantized", "mixed-precision")
-"""Formats of compressed-tensors in which whole numbers of 4 bits are read; one says it of each of its groups."""
+"""Formats of compressed-tensors in which whole numbers are packed into words; one says it of each of its groups."""
+_BYTES: Final = ("int-quantized", "naive-quantized")
+"""Those in which each has a byte, also of fewer bits."""
 _OURS: Final = "stowage_pack"
 _LAYERS: Final = re.compile(r"\.(?:layers|blocks|h)\.\d+\.")
 _LEFT: Final = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
@@ -195,26 +198,36 @@ class Method:
         if self.name in ("gptq", "awq"):
             group = self.stated.get("group_size", self.stated.get("q_group_size", 128))
             return Spec(self.name, outputs, inputs, _count(group), zeros=True, scale_dtype=torch.float16)
-        weights = self._weights_of(base)
-        if "NVFP4" in self._algorithm(base) or (self.name != "modelopt" and _kind(weights) == _NVFP4):
+        weights = _mapping(self._group_of(base).get("weights"))
+        if _kind(weights) == _FP4 and weights.get("group_size") == MXFP4_GROUP:
+            return Spec("mxfp4", outputs, inputs)
+        if "NVFP4" in self._algorithm(base) or (self.name != "modelopt" and _kind(weights) == _FP4):
             return Spec("nvfp4", outputs, inputs, block_rows=0, divides=self.name != "modelopt")
-        if weights.get("type") == "int":
+        packed = self._form(self._group_of(base)) in _PACKED
+        if packed and _kind(weights) == _INT4:
             group = _count(weights.get("group_size"))
             zeros = weights.get("symmetric") is False
             return Spec("int4", outputs, inputs, group, zeros=zeros, scale_dtype=dtype)
         block_rows, group = self.block
-        channel = weights.get("strategy") == "channel" or self.name == "fbgemm_fp8"
+        channel = weights.get("strategy") in ("channel", "group") or self.name == "fbgemm_fp8"
+        if _kind(weights) in _WHOLE:
+            group, rows = _count(weights.get("group_size")), 1 if channel else 0
+            return Spec("u8" if packed else "s8", outputs, inputs, group, rows, scale_dtype=dtype)
         return Spec("fp8", outputs, inputs, group, 1 if channel else block_rows)
 
     def _groups(self) -> list[Mapping[str, Any]]:
         return [group for group in _mapping(self.stated.get("config_groups")).values() if isinstance(group, Mapping)]
 
-    def _weights_of(self, base: str) -> Mapping[str, Any]:
-        """What is said of the weights of the matrix ``base``: by its name, else of all such modules."""
+    def _group_of(self, base: str) -> Mapping[str, Any]:
+        """What is said of the matrix ``base``: by its name, else of all such modules."""
         groups = [group for group in self._groups() if isinstance(group.get("weights"), Mapping)]
         named = (one for one in groups if any(_matches(base, target) for target in _list(one.get("targets"))))
         found = next(named, None) or next((one for one in groups if "Linear" in _list(one.get("targets"))), None)
-        return _mapping((found or next(iter(groups), {})).get("weights"))
+        return found or next(iter(groups), {})
+
+    def _form(self, group: Mapping[str, Any]) -> Any:
+        """How compressed-tensors calls the layout of what is in a ``group``."""
+        return group.get("format") or self.stated.get("format")
 
     def _weights(self) -> Iterator[Mapping[str, Any]]:
         return (group["weights"] for group in self._groups() if isinstance(group.get("weights"), Mapping))
@@ -224,21 +237,29 @@ class Method:
 
     def _check_groups(self) -> None:
         for group in self._groups():
-            form = group.get("format") or self.stated.get("format")
-            if _kind(_mapping(group.get("weights"))) == _INT4 and form not in _PACKED:
+            form, weights = self._form(group), _mapping(group.get("weights"))
+            kind = _kind(weights)
+            if kind in _WHOLE and form not in (*_PACKED, *_BYTES):
                 raise UnsupportedModelError(
-                    "the checkpoint is quantised by compressed-tensors in 4 bits of the type int as "
-                    f"{str(form)[:40]!r}, which is not read: pack-quantized is. Give another checkpoint of the model."
+                    f"the checkpoint is quantised by compressed-tensors in {kind[1]} bits of the type int as "
+                    f"{str(form)[:40]!r}, which is not read: pack-quantized and {', '.join(_BYTES)} are. Give another "
+                    "checkpoint of the model."
+                )
+            in_bytes = kind in _WHOLE and (kind != _INT4 or form in _BYTES)
+            if in_bytes and weights.get("symmetric") is False:
+                raise UnsupportedModelError(
+                    "the checkpoint is quantised by compressed-tensors to bytes with zero points (symmetric: false), "
+                    "which are read of packed 4 bits only. Give another checkpoint of the model."
                 )
         for weights in self._weights():
             kind = _kind(weights)
-            odd = kind == _NVFP4 and weights.get("group_size") != NVFP4_GROUP
-            if odd or kind not in (_INT4, ("float", 8), _NVFP4):
+            odd = kind == _FP4 and weights.get("group_size") not in (NVFP4_GROUP, MXFP4_GROUP)
+            if odd or kind not in (*_WHOLE, ("float", 8), _FP4):
                 groups = f" in groups of {str(weights.get('group_size'))[:20]}" if odd else ""
                 raise UnsupportedModelError(
                     f"the checkpoint is quantised by compressed-tensors in {str(kind[1])[:20]} bits of the type "
-                    f"{str(kind[0])[:20]}{groups}, which is not computed with here: int in 4 bits is, float in 8, and "
-                    "float in 4 in groups of 16 (NVFP4). Give another checkpoint of the model."
+                    f"{str(kind[0])[:20]}{groups}, which is not computed with here: int in 4 and 8 bits is, float in "
+                    "8, and float in 4 in groups of 16 (NVFP4) and 32 (MXFP4). Give another checkpoint of the model."
                 )
         sparse = _mapping(self.stated.get("sparsity_config")).get("format") or "dense"
         if sparse != "dense" or self.stated.get("transform_config"):
@@ -296,7 +317,7 @@ def _block(weights: Mapping[str, Any]) -> Any:
     structure, group = weights.get("block_structure"), _count(weights.get("group_size"))
     if isinstance(structure, str):  # as "128x128"
         return [int(size) if size.isdecimal() else 0 for size in structure.split("x")]
-    wide = group and weights.get("type") == "float" and _kind(weights) != _NVFP4
+    wide = group and weights.get("type") == "float" and _kind(weights) != _FP4
     return structure or ([1, group] if wide else None)
 
 

@@ -14,7 +14,7 @@
     OF(MXFP4_BLOCK, mxfp4_block, bytes_mxfp4_block, 1, 1, 1)                                                           \
     OF(F32, f32, 128, 0, 1, 1) OF(F16, f16, 64, 0, 1, 1) OF(BF16, bf16, 64, 0, 1, 1) OF(MXFP4, mxfp4, 16, 1, 1, 1)     \
     OF(NVFP4, nvfp4, 16, 2, 1, 1) OF(FP8, fp8, 32, 1, 1, 1) OF(INT4_WORDS, int4, 16, 2, 1, 1)                          \
-    OF(PACKED4, packed4, 32, 2, 1, 1) SUPER_BLOCKS(OF)
+    OF(S8, s8, 32, 1, 1, 1) OF(U8, u8, 32, 1, 1, 1) OF(PACKED4, packed4, 32, 2, 1, 1) SUPER_BLOCKS(OF)
 #define CODED_FOUR(OF)                                                                                                 \
     OF(INT4_WORDS, int4_four, 64, 8, 4, 1) OF(MXFP4, mxfp4_four, 64, 4, 4, 1) OF(NVFP4, nvfp4_four, 64, 8, 4, 1)
 #define CODED_WIDE(OF) OF(INT4_WORDS, int4_wide, 64, 2, 4, 1) OF(FP8, fp8_wide, 128, 1, 4, 1)
@@ -118,12 +118,17 @@ static inline ALWAYS __m512 coded_line(float first, const float *scale, const fl
     return coded_scaled_more(coded_counting(first), scale, _mm512_set1_ps(*least));
 }
 
-UNIT(q8_0)
-{
-    __m512 low = coded_whole(_mm_loadu_si128((const __m128i *)(at + 2)));
-    __m512 high = coded_whole(_mm_loadu_si128((const __m128i *)(at + 18)));
-    w[0] = _mm512_cvtne2ps_pbh(coded_scaled(high, scales), coded_scaled(low, scales));
-}
+/* Codes of 8 bits; `SIGN`: what a bit is to be flipped in for them to be whole numbers. */
+#define OF(format, AT, SIGN)                                                                                           \
+    UNIT(format)                                                                                                       \
+    {                                                                                                                  \
+        __m128i sign = _mm_set1_epi8((char)(SIGN));                                                                    \
+        __m512 low = coded_whole(_mm_xor_si128(_mm_loadu_si128((const __m128i *)(at + AT)), sign));                    \
+        __m512 high = coded_whole(_mm_xor_si128(_mm_loadu_si128((const __m128i *)(at + AT + 16)), sign));              \
+        w[0] = _mm512_cvtne2ps_pbh(coded_scaled(high, scales), coded_scaled(low, scales));                             \
+    }
+OF(q8_0, 2, 0) OF(s8, 0, 0) OF(u8, 0, 0x80)
+#undef OF
 
 static inline ALWAYS __m512bh coded_of_32(const float *scale, const float *least)
 {

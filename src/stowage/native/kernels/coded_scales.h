@@ -139,7 +139,7 @@ static int64_t coded_scales_beside(const Linear *job, const Coded *row, int64_t 
     int64_t i = 0;
     for (; i + 16 <= count; i += 16) {
         __m512 scales = coded_numbers(row->kind, row->scales, first + i), others = _mm512_set1_ps(8);
-        if (job->format == MXFP4) {
+        if (job->format != INT4_WORDS && job->format != PACKED4) {
             _mm512_storeu_ps(to + i, scales);
             continue;
         }

@@ -86,6 +86,13 @@ BLOCKS(plain)
         blocks[i] = avx2_32(at + 32 * i);
 }
 PARTED(plain)
+#define blocks_avx2_s8 blocks_avx2_plain
+
+BLOCKS(u8)
+{
+    UNROLLED for (int i = 0; i < 4; i++)
+        blocks[i] = _mm256_xor_si256(avx2_32(at + 32 * i), _mm256_set1_epi8((char)0x80));
+}
 
 /* Blocks of 16 bytes, whose low halves are the first 16, behind so many others; and the same with fifth bits. */
 #define HALVED(format, BYTES, FIRST, FIFTH)                                                                            \

@@ -4,10 +4,12 @@
  * dynamic_avx2_tiles.h.
  */
 /* Inputs of 8 bits are not multiplied with these, but with AVX2 their numbers are made alike. */
-#define AVX2_NOT_LINEAR(OF)                                                                                            \
+#define AVX2_NUMBERS_ALONE(OF)                                                                                         \
     OF(IQ4_NL, iq4_nl, 4 * bytes_iq4_nl, 1, BIASED, LARGE)                                                             \
     OF(IQ4_XS, iq4_xs, bytes_iq4_xs, 2, BIASED, LARGE)                                                                 \
-    OF(NVFP4, nvfp4, 64, 1, TWO, SIGNED)
+    OF(NVFP4, nvfp4, 64, 1, TWO, SIGNED)                                                                               \
+    OF(S8, s8, 128, 1, BIASED, SIGNED)                                                                                 \
+    OF(U8, u8, 128, 1, BIASED, SIGNED)
 #define AVX2_SIGNED(OF)                                                                                                \
     OF(Q3_K, q3_k, bytes_q3_k, 2, TWO, SIGNED)                                                                         \
     OF(IQ2_XXS, iq2_xxs, bytes_iq2_xxs, 2, TWO, SIGNED)                                                                \
@@ -191,7 +193,7 @@ typedef struct {
     [FORMAT] = {B, P, K, S, {avx2_one_##format, avx2_few_##format##2, avx2_few_##format##4}, avx2_lay_##format},
 #define ONLY_NUMBERS(FORMAT, format, B, P, K, S) [FORMAT] = {.bytes = B, .per = P, .kind = K, .size = S},
 static const Avx2Ways avx2_ways[FORMATS_END + 1] = {DYNAMIC_HERE(OF) DYNAMIC_LAID(OF) DYNAMIC_TURNS(OF)
-                                                AVX2_NOT_LINEAR(ONLY_NUMBERS) AVX2_SIGNED(ONLY_NUMBERS)};
+                                                AVX2_NUMBERS_ALONE(ONLY_NUMBERS) AVX2_SIGNED(ONLY_NUMBERS)};
 #undef ONLY_NUMBERS
 #undef OF
 

@@ -102,13 +102,7 @@ static int dynamic_rows_by_tiles(const Linear *job, const DynamicPanel *panel, i
     char *laid = aligned_alloc(64, (size_t)(panel->groups * LAID_GROUP));
     if (laid == NULL)
         return 0;
-    TilesShape shape = {.palette = 1};
-    int deep = kind == TWO ? DYNAMIC_BLOCK / 2 : DYNAMIC_BLOCK; /* codes of a product */
-    for (int tile = 0; tile < 8; tile++) {                      /* 4 of sums, 2 of rows, 2 of outputs */
-        shape.rows[tile] = (uint8_t)(tile < 6 ? TILE_SIDE : deep / 4);
-        shape.row_bytes[tile] = (uint16_t)(tile == 4 || tile == 5 ? deep : 64);
-    }
-    TILES_BEGIN(&shape);
+    tiles_begin_rows((kind == TWO ? DYNAMIC_BLOCK / 2 : DYNAMIC_BLOCK) / 4);
     for (int64_t r = 0; r < job->rows; r += TILE_SIDE) {
         float sums[TILE_SIDE][DYNAMIC_WIDE] __attribute__((aligned(64)));
         int64_t rows = job->rows - r < TILE_SIDE ? job->rows - r : TILE_SIDE;

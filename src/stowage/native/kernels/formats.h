@@ -91,6 +91,8 @@ static void NAME(decode_f32)(const Coded *row, int64_t k, int count, float *to)
 OF(f16, count, 0, 0, read_half(row->w + 2 * (k + i)))
 OF(bf16, count, 0, 0, NAME(one_b)(read_short(row->w + 2 * (k + i))))
 OF(fp8, count, scale_of(row, k / row->group), 0, fp8_value(row->w[k + i]) * scale)
+OF(s8, count, scale_of(row, k / row->group), 0, (float)(int8_t)row->w[k + i] * scale)
+OF(u8, count, scale_of(row, k / row->group), 0, (float)(row->w[k + i] - 128) * scale)
 OF(mxfp4, 32, scale_of(row, k / 32), 0, fp4_values[code_of(MXFP4, row, k, i)] * scale)
 OF(nvfp4, 32, scale_of(row, k / 16), scale_of(row, k / 16 + 1), fp4_values[code_of(NVFP4, row, k, i)] * (i < 16 ? scale : more))
 #define WITH_ZERO(FORMAT, format)                                                                                      \

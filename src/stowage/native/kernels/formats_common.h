@@ -14,8 +14,8 @@ static const int scale_bytes[] = {[SCALES_F32] = 4, [SCALES_F16] = 2, [SCALES_BF
 #define ALL_FORMATS(OF)                                                                                                \
     OF(Q8_0, q8_0), OF(Q4_0, q4_0), OF(Q4_1, q4_1), OF(Q5_0, q5_0), OF(Q5_1, q5_1), OF(IQ4_NL, iq4_nl),                \
         OF(MXFP4_BLOCK, mxfp4_block), OF(F32, f32), OF(F16, f16), OF(BF16, bf16), OF(MXFP4, mxfp4), OF(FP8, fp8),      \
-        OF(INT4_WORDS, int4), OF(GPTQ, gptq), OF(AWQ, awq), OF(PACKED4, packed4), OF(NVFP4, nvfp4), OF(Q2_K, q2_k),    \
-        OF(Q3_K, q3_k), OF(Q4_K, q4_k), OF(Q5_K, q5_k), OF(Q6_K, q6_k), OF(IQ4_XS, iq4_xs),                                            \
+        OF(INT4_WORDS, int4), OF(GPTQ, gptq), OF(AWQ, awq), OF(PACKED4, packed4), OF(NVFP4, nvfp4), OF(S8, s8),        \
+        OF(U8, u8), OF(Q2_K, q2_k), OF(Q3_K, q3_k), OF(Q4_K, q4_k), OF(Q5_K, q5_k), OF(Q6_K, q6_k), OF(IQ4_XS, iq4_xs),                                            \
         OF(IQ2_XXS, iq2_xxs), OF(IQ2_XS, iq2_xs), OF(IQ2_S, iq2_s), OF(IQ3_XXS, iq3_xxs), OF(IQ3_S, iq3_s),            \
         OF(IQ1_S, iq1_s), OF(IQ1_M, iq1_m), OF(TQ1_0, tq1_0), OF(TQ2_0, tq2_0), OF(Q1_0, q1_0)
 #define OF(FORMAT, format) FORMAT

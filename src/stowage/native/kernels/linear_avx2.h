@@ -76,7 +76,7 @@ static int avx2_ready(const Linear *job, const Coded *row, int64_t k, int64_t bl
     __m256 sign = _mm256_set1_ps(-0.0f), most = _mm256_set1_ps(0x1p79f), odd = _mm256_setzero_ps(), none = odd;
     __m256 larger = _mm256_set1_ps(rounded ? AVX2_LARGER : 1);
     __m256i zero = _mm256_set1_epi32(8);
-    __m256 least = _mm256_set1_ps(words || job->format == NVFP4 ? 0x1p-120f : 0);
+    __m256 least = _mm256_set1_ps((avx2_has_scales_apart(job->format) && job->format != PACKED4) || job->format == NVFP4 ? 0x1p-120f : 0);
     avx2_scales(job, row, k, blocks, scales, more);
     for (int64_t b = blocks; b % 8; b++)
         scales[b] = more[b] = 0;

@@ -48,7 +48,7 @@ AVX2_SIGNED(SIGNED_CODES)
         }                                                                                                              \
     }
 #define AVX2_NUMBERS(OF)                                                                                               \
-    DYNAMIC_BEGINS(OF) DYNAMIC_SUPER(OF) DYNAMIC_PACKED4(OF) DYNAMIC_IN_TURN(OF) DYNAMIC_FP4_BLOCK(OF) AVX2_NOT_LINEAR(OF) AVX2_SIGNED(OF)
+    DYNAMIC_BEGINS(OF) DYNAMIC_SUPER(OF) DYNAMIC_PACKED4(OF) DYNAMIC_IN_TURN(OF) DYNAMIC_FP4_BLOCK(OF) AVX2_NUMBERS_ALONE(OF) AVX2_SIGNED(OF)
 AVX2_NUMBERS(CODES)
 #undef CODES
 #undef LESS

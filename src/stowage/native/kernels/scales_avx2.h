@@ -157,6 +157,12 @@ static inline ALWAYS void avx2_scales_e4m3(const Coded *row, const uint8_t *at, 
     _mm256_storeu_ps(more, (__m256)_mm256_permute4x64_epi64((__m256i)turns[1], 0xd8));
 }
 
+/* Whether a scale, of any type, is for a group of any number of blocks. */
+static inline int avx2_has_scales_apart(int format)
+{
+    return format == INT4_WORDS || format == PACKED4 || format == S8 || format == U8;
+}
+
 /* Of `blocks` blocks of a row from input k on, which begins one of 256 if these have scales in common: scales, and least
  * values or second scales, and zeros up to a whole group. */
 static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t blocks, float *scales, float *more)
@@ -198,7 +204,7 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
     else if (format == PLAIN)
         for (float own = scale_of(row, 0); b < blocks; b++)
             scales[b] = own, more[b] = 0;
-    else if ((format == INT4_WORDS || format == PACKED4) && DYNAMIC_GROUP % row->group == 0 && row->kind != SCALES_E8M0)
+    else if (avx2_has_scales_apart(format) && DYNAMIC_GROUP % row->group == 0 && row->kind != SCALES_E8M0)
         for (int64_t alike = row->group / DYNAMIC_BLOCK, end = blocks % alike == 0 && eights > 0 ? blocks : eights; b < end; b += 8) {
             b = b < blocks - 8 ? b : blocks - 8;
             int64_t group = (k / DYNAMIC_BLOCK + b) / alike;
@@ -213,7 +219,7 @@ static void avx2_scales(const Linear *job, const Coded *row, int64_t k, int64_t 
             _mm256_storeu_ps(scales + b, own);
             _mm256_storeu_ps(more + b, less);
         }
-    else if (format == INT4_WORDS || format == PACKED4)
+    else if (avx2_has_scales_apart(format))
         for (int64_t group = k / job->group, end = (group + 1) * job->group - k; b < blocks; group++, end += job->group) {
             float own, less = 0;
             dynamic_scale_of_group(job, row, group, &own, &less);

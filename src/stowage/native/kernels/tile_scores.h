@@ -21,13 +21,8 @@ static int64_t tile_steps(int64_t width) /* 0: tiles are not deep enough */
 static void tile_scores_begin(int64_t width)
 {
     int64_t steps = tile_steps(width);
-    TilesShape shape = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) { /* 4 of sums, 2 of rows, 2 of keys */
-        shape.rows[tile] = (uint8_t)(tile < 6 ? TILE_SIDE : steps);
-        shape.row_bytes[tile] = (uint16_t)(tile == 4 || tile == 5 ? 4 * steps : 64);
-    }
     if (steps > 0)
-        TILES_BEGIN(&shape);
+        tiles_begin_rows((int)steps);
 }
 
 static void tile_scores_end(void)

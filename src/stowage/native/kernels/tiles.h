@@ -39,6 +39,17 @@ typedef struct {
 static const TilesShape tiles_shape __attribute__((unused)) = {
     .palette = 1, .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
 
+/* Tiles that products of 16 rows begin with: 4 of sums, 2 of rows and 2 of outputs, which are `words` of 4 bytes deep. */
+static inline void tiles_begin_rows(int words)
+{
+    TilesShape shape = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        shape.rows[tile] = (uint8_t)(tile < 6 ? TILE_SIDE : words);
+        shape.row_bytes[tile] = (uint16_t)(tile == 4 || tile == 5 ? 4 * words : 64);
+    }
+    TILES_BEGIN(&shape);
+}
+
 /* As tiles have it: what is below the normal numbers is 0. What is computed meanwhile is in functions of its own, which
  * a compiler does not move. */
 #define FLUSHED 0x8040

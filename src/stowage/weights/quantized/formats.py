@@ -11,6 +11,8 @@ scale and codes side by side, in one tensor of bytes; the others keep them in se
                          globals   float32 (outputs / block_rows)
     fp8                  codes     float8_e4m3fn (outputs, inputs)
                          scales    (outputs / block_rows, inputs / group), uint8: powers of two
+    s8, u8 (compressed-  codes     uint8 (outputs, inputs): s8 with a sign, u8 128 more
+        tensors)         scales    as fp8
     int4 (compressed-    codes     int32 (outputs, inputs / 8)
         tensors)         scales    (outputs, inputs / group)
                          zeros     int32 (outputs / 8, inputs / group)
@@ -27,7 +29,8 @@ compressed-tensors writes it, and multiplied by it as NVIDIA's Model Optimizer d
 is its product with what a code means.
 
 Sources: OCP Microscaling Formats 1.0; Transformers' ``integrations/mxfp4.py`` and ``finegrained_fp8.py``;
-compressed-tensors' ``pack_quantized`` and ``nvfp4``; Model Optimizer's ``NVFP4QTensor``; AutoGPTQ; AutoAWQ.
+compressed-tensors' ``pack_quantized``, ``naive_quantized``, ``mxfp4`` and ``nvfp4``; Model Optimizer's
+``NVFP4QTensor``; AutoGPTQ; AutoAWQ.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 OUTPUTS_TOGETHER: Final = 128
 """A matrix can be cut at multiples of so many outputs, or of more where those that share a scale do not meet there."""
 NVFP4_GROUP: Final = 16
+MXFP4_GROUP: Final = 32
 """Inputs that share a scale."""
 _GPTQ_LESS: Final = 0x11111111
 """What GPTQ's first format stores less than a word of eight zero points is."""
@@ -107,6 +111,8 @@ FORMATS: Final[Mapping[str, BlockFormat]] = {
         BlockFormat("mxfp4", 32, 16),
         BlockFormat("nvfp4", 16, 8),
         BlockFormat("fp8", 1, 1),
+        BlockFormat("s8", 1, 1),
+        BlockFormat("u8", 1, 1),
         BlockFormat("int4", 8, 4),
         BlockFormat("gptq", 8, 4),
         BlockFormat("awq", 8, 4),
@@ -114,6 +120,8 @@ FORMATS: Final[Mapping[str, BlockFormat]] = {
 }
 PLAIN: Final[Mapping[str, torch.dtype]] = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 """Those of single numbers."""
+SINGLE_CODES: Final = {"fp8": torch.float8_e4m3fn, "s8": torch.uint8, "u8": torch.uint8}
+"""Those of codes of a byte each, by rows, whose scales lie apart."""
 BLOCKS: Final = tuple(name for name, each in FORMATS.items() if each.ggml >= 0)
 """Those of one tensor of bytes."""
 
@@ -122,10 +130,10 @@ BLOCKS: Final = tuple(name for name, each in FORMATS.items() if each.ggml >= 0)
 class Spec:
     """A matrix ``[outputs, inputs]`` in the format called ``name``.
 
-    A scale is shared by ``group`` inputs (fp8, int4, gptq, awq; 0: all of them) and ``block_rows`` outputs (fp8, and
-    the global scales of nvfp4; 0: all of them). ``zeros``: whether there are zero points (int4; gptq and awq always
-    have them). ``scale_dtype``: of the scales, where formats differ. ``divides``: whether nvfp4's global scales are
-    divisors.
+    A scale is shared by ``group`` inputs (fp8, s8, u8, int4, gptq, awq; 0: all of them) and ``block_rows`` outputs
+    (fp8, s8, u8, and the global scales of nvfp4; 0: all of them). ``zeros``: whether there are zero points (int4; gptq
+    and awq always have them). ``scale_dtype``: of the scales, where formats differ. ``divides``: whether nvfp4's global
+    scales are divisors.
     """
 
     name: str
@@ -167,14 +175,14 @@ class Spec:
         if self.name in BLOCKS:
             return {"": ((n, row), torch.uint8)}
         if self.name == "mxfp4":
-            return {"blocks": ((n, k // 32, 16), torch.uint8), "scales": ((n, k // 32), torch.uint8)}
+            groups = k // MXFP4_GROUP
+            return {"blocks": ((n, groups, 16), torch.uint8), "scales": ((n, groups), torch.uint8)}
         groups, tall = -(-k // self.group_size), -(-n // self.rows_per_scale)
         if self.name == "nvfp4":
             sixteens = ((n, k // NVFP4_GROUP), torch.float8_e4m3fn)
             return {"codes": ((n, row), torch.uint8), "scales": sixteens, "globals": ((tall,), torch.float32)}
-        if self.name == "fp8":
-            scales = (tall, groups)
-            return {"codes": ((n, k), torch.float8_e4m3fn), "scales": (scales, self.scale_dtype)}
+        if (single := SINGLE_CODES.get(self.name)) is not None:
+            return {"codes": ((n, k), single), "scales": ((tall, groups), self.scale_dtype)}
         self._check_groups()
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
         if self.name == "int4":
@@ -246,7 +254,7 @@ def dequantized_by_torch(spec: Spec, parts: Mapping[str, Tensor], dtype: torch.d
 def outputs_of(spec: Spec, parts: Mapping[str, Tensor], begin: int, end: int) -> tuple[Spec, dict[str, Tensor]]:
     """Outputs from ``begin``, a multiple of ``outputs_together``, to ``end``, or all, as a matrix of their own."""
     cut = {part: values[begin:end] for part, values in parts.items()}
-    shared = {"fp8": "scales", "nvfp4": "globals"}.get(spec.name)
+    shared = "globals" if spec.name == "nvfp4" else "scales" if spec.name in SINGLE_CODES else None
     if shared is not None:
         tall = spec.block_rows
         assert tall == 0 or begin % tall == 0, "outputs with one scale stay together"
@@ -287,7 +295,7 @@ def _pairs(spec: Spec, blocks: Tensor, group: int) -> Tensor:
 
 def _mxfp4(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
     scales = power_of(parts["scales"].reshape(spec.outputs, -1))
-    return _pairs(spec, parts["blocks"], 32) * scales[..., None]
+    return _pairs(spec, parts["blocks"], MXFP4_GROUP) * scales[..., None]
 
 
 def _nvfp4(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
@@ -297,13 +305,15 @@ def _nvfp4(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
     return _pairs(spec, parts["codes"], NVFP4_GROUP) * scales[..., None]
 
 
-def _fp8(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
+def _single_codes(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
     given = parts["scales"]
     scales = (power_of(given) if given.dtype is torch.uint8 else given.float()).reshape(
         -(-spec.outputs // spec.rows_per_scale), -1
     )
     rows = scales.repeat_interleave(spec.rows_per_scale, dim=0)[: spec.outputs]
-    return parts["codes"].float() * rows.repeat_interleave(spec.group_size, dim=1)[:, : spec.inputs]
+    codes = parts["codes"].view(torch.int8) if spec.name == "s8" else parts["codes"]
+    values = codes.float() - 128 if spec.name == "u8" else codes.float()
+    return values * rows.repeat_interleave(spec.group_size, dim=1)[:, : spec.inputs]
 
 
 def _nibbles(words: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
@@ -354,7 +364,9 @@ def _by_inputs(spec: Spec, parts: Mapping[str, Tensor], codes: Tensor, zeros: Te
 _MEANINGS: Final[Mapping[str, Callable[[Spec, Mapping[str, Tensor]], Tensor]]] = {
     "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
-    "fp8": _fp8,
+    "fp8": _single_codes,
+    "s8": _single_codes,
+    "u8": _single_codes,
     "int4": _int4,
     "gptq": _gptq,
     "awq": _awq,
