@@ -46,15 +46,14 @@ def offload(
     Args:
         model: checkpoint directory, hub id, or any Transformers model in memory, whose weights are then moved.
         device_memory: what weights may take in the memory that the model computes from, such as ``"3GiB"``; 0: no
-        limit.
-            KV cache and activations are the script's own and come on top.
+            limit. KV cache and activations are the script's own and come on top.
         host_memory: memory for weights besides: views over the checkpoint's files, shared with the page cache.
         disk: ``"DIR:SIZE"`` for weights whose form in memory is not the checkpoint's (another ``dtype``, a model in
             memory). A file without a name that vanishes with the process. Where ``device_memory`` is given and this is
             not, it is made where the system keeps large temporary files, of at most half of what is free there.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``, or torch's.
         weights: ``auto``, or rules such as ``"model.layers.*=stream"`` and ``"last 1 of 4=resident"``, with commas
-        between.
+            between.
         device: what the model computes on: ``cpu`` (the default), ``cuda``, ``cuda:1``.
         threads: what becomes of a forward that begins while another thread is in one: ``wait`` for its turn, or
             ``refuse`` it with a ModelError.
