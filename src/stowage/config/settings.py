@@ -232,9 +232,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Every setting with its value and source. ``settings["disk"]`` is the value. ``flags``: which settings were
-    asked for as flags, given or not.
-    """
+    """Every setting with its value (``settings["disk"]``) and source. ``flags``: asked for as flags, given or not."""
 
     values: Mapping[str, Value]
     flags: frozenset[str] = frozenset()

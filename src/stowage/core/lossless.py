@@ -48,9 +48,7 @@ def worth_bytes(raw_bytes: int) -> int:
 
 
 def pack(payload: memoryview, room: memoryview) -> int:
-    """Packs into the beginning of `room` and returns the packed length; 0: `room` is too short, and its content is
-    undefined. Releases the interpreter's lock.
-    """
+    """Packs into `room`, without the interpreter's lock; returns the length. 0: too short, its content undefined."""
     if is_wanted():
         return _native.pack_floats(payload, room)
     packed = lossless_blocks.pack(bytes(payload))

@@ -165,9 +165,7 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 class _Stop:
-    """A stop string that is looked for in a text that comes in pieces (Knuth, Morris and Pratt, 1977). ``begun``: how
-    many of its characters the text ends with.
-    """
+    """A stop string, looked for in pieces (Knuth, Morris, Pratt, 1977). ``begun``: what of it the text ends with."""
 
     __slots__ = ("_shorter", "begun", "text")
 

@@ -65,9 +65,7 @@ class Fitted:
         self._used_bytes += packed.nbytes
 
     def packed(self, target: Target, values: Tensor, otherwise: str) -> tuple[Form, Tensor]:
-        """The form and the bytes of ``target``: fitted to its inputs where it was calibrated, else packed as
-        ``otherwise`` from its ``values`` alone.
-        """
+        """The form and bytes of ``target``: fitted to its inputs if calibrated, else ``otherwise``, from ``values``."""
         form = target.form(self.forms.get(target.path, otherwise))
         span = self._spans.get(target.path)
         if span is None:

@@ -75,9 +75,7 @@ def measure(
 
 
 def score(engine: Engine, ids: Sequence[int], progress: Progress = lambda _done, _all: None) -> tuple[float, int]:
-    """Negative log-likelihood of ``ids``, in nats, and the number of scored tokens: in windows of 512 tokens, each
-    scored from its second token on.
-    """
+    """Negative log-likelihood of ``ids`` in nats, and how many count: in windows of 512, without the first of each."""
     length = min(_WINDOW_TOKENS, engine.parts.layout.context_tokens - 1)
     windows = [w for at in range(0, len(ids), length) if len(w := ids[at : at + length]) > 1]
     total, scored = 0.0, 0

@@ -89,9 +89,7 @@ def with_int8(model: Model, machine: Machine) -> Model:
 
 
 def notes(formats: Sequence[str], dtype: str, machine: Machine) -> tuple[str, ...]:
-    """A sentence for each of ``formats`` that is slower on ``machine`` than unquantized weights in ``dtype``, and one
-    for those that were not measured.
-    """
+    """A sentence for each of ``formats`` slower on ``machine`` than plain ``dtype``, and one for those not measured."""
     known = machine.formats.get(dtype, {})
     found, unknown = [], sorted(name for name in formats if name not in known)
     if unknown:

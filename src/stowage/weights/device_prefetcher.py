@@ -54,9 +54,7 @@ class Carrier(Protocol):
         """
 
     def view(self, memory: Tensor) -> Tensor:
-        """Pinned host memory (uint8, one dimension) as a device tensor that kernels read over the link. Raises
-        RuntimeError where the device cannot.
-        """
+        """Pinned host memory (uint8, one dimension) as a tensor that the device reads there. Raises RuntimeError."""
 
     def copy(self, buffers: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> PrefetchTicket | None:
         """Copy the ``(device, host)`` pairs into ``buffers``, after all that was ``computed`` from them. ``None``: the

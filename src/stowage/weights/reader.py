@@ -340,9 +340,7 @@ def _parts(read: Read, part_bytes: int) -> list[Read]:
 
 
 class _Buffer:
-    """A thread's buffer for an unaligned read with the pages around it: half a huge page, allocated at first use.
-    Another thread has the other half.
-    """
+    """A thread's buffer for unaligned reads and their pages: half a huge page, made at first use; half is another's."""
 
     def __init__(self, halves: queue.SimpleQueue[memoryview]) -> None:
         self._halves = halves

@@ -42,9 +42,7 @@ class _Seen:
 
 
 class FusedLinear:
-    """The fused linear layers of one model; ``matrix``: how the kernel reads a weight that is multiplied with a tensor,
-    if it does. One thread uses it.
-    """
+    """One model's fused linear layers, for one thread. ``matrix``: how the kernel reads a weight, if it does."""
 
     def __init__(self, matrix: Callable[[Tensor, Any], Matrix | None]) -> None:
         self._matrix = matrix

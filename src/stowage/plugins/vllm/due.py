@@ -15,9 +15,7 @@ from stowage.plugins.vllm.requests import Tracked
 
 
 class Due:
-    """When each request must be looked at next. ``step_tokens``: what a step computes at most of a request that
-    generates. ``looks``: how many there were.
-    """
+    """When to look at each request next. ``step_tokens``: the most of a generating one in a step. ``looks``: so far."""
 
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens

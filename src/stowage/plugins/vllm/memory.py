@@ -198,9 +198,7 @@ class Copies:
         return int(plan.copies * runs.lengths.sum())
 
     def _addresses(self, plan: CopyPlan) -> IntArray:
-        """Where each copy's block begins in the arena. Raises TransferError for a plan that reaches outside of either
-        memory, rather than write there.
-        """
+        """Where each copy's block begins in the arena. Raises TransferError for a plan that reaches outside."""
         slab = self._slab_of[plan.group]
         for values, first, end in (
             (plan.blocks, 0, min((run.shape[0] for run in self._groups[plan.group].runs), default=0)),

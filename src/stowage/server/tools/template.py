@@ -114,9 +114,7 @@ class ChatTemplate:
 
 
 def _with_short_ids(message: dict[str, Any], characters: int) -> dict[str, Any]:
-    """Mistral's templates refuse identities of calls of any other length, such as those that other servers give: these
-    become a digest of themselves.
-    """
+    """Mistral's templates refuse call ids of any other length, as other servers give: these become their digest."""
 
     def short(identity: str) -> str:
         if len(identity) == characters and identity.isalnum():

@@ -33,9 +33,7 @@ _NEW_CHUNK_MAX: Final = 0.5
 
 
 class Packing:
-    """Payloads that are packed into a buffer, one behind the other, by whichever thread is the first to call `work`.
-    `meter` is told, unless there is none.
-    """
+    """Payloads to pack into a buffer, end to end, by the first thread to call `work`. `meter`, if any, is told."""
 
     def __init__(self, payloads: list[memoryview], tried: list[bool], buffer: memoryview, meter: Meter | None) -> None:
         self.payloads = payloads

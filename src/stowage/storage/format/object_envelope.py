@@ -64,9 +64,7 @@ def seal(
     *,
     packed: bool = False,
 ) -> bytearray:
-    """The envelope, a copy of its own. Key and namespace have 32 bytes; mask and payload are not empty. `packed`: the
-    payload is (`core.lossless`).
-    """
+    """The envelope, a copy. Key and namespace: 32 bytes; mask and payload: not empty. `packed`: by `core.lossless`."""
     mark = protection.new_mark(random_bytes)
     object_id = bytes(ID_BYTES) if mark == NO_MARK else random_bytes(ID_BYTES)
     guard = protection.guard(object_id, mark)

@@ -109,9 +109,7 @@ class BlockMatrix(PackedMatrix):
 
 
 class BlockRows(PackedMatrix):
-    """One weight that the checkpoint holds as several ``matrices``: they are concatenated along the outputs, or, if
-    ``interleaved``, their rows alternate.
-    """
+    """One weight that checkpoints hold as several ``matrices``, one behind the other, or with ``interleaved`` rows."""
 
     __slots__ = ("interleaved", "matrices")
 
