@@ -19,7 +19,7 @@ from stowage.engine.sampling import Sampler, TokenLogprob, logprobs_of
 from stowage.engine.sampling_params import SamplingParams
 from stowage.engine.swap.host_blocks import SwappedBlocks
 from stowage.executor.batch import Work
-from stowage.executor.replay.calls.hooks import SeenHooks
+from stowage.executor.hooks import SeenHooks
 from stowage.executor.sequence_state import SequenceState
 
 

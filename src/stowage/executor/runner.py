@@ -26,13 +26,13 @@ from stowage.executor.determinism.slices import RowSlices
 from stowage.executor.device import paged_kernel
 from stowage.executor.forwards import Forward, Forwards, ForwardShape
 from stowage.executor.fused import norms, recurrent_layers
+from stowage.executor.hooks import Hooks
 from stowage.executor.int8_activations import ROUNDED_FROM
 from stowage.executor.latent_weights import LatentWeights
 from stowage.executor.paged_cache import PagedCache
 from stowage.executor.replay.backend import StepShape
 from stowage.executor.replay.cache import ReplayCache
 from stowage.executor.replay.calls.backend import ModelStep, RecordedSteps, recorded_steps
-from stowage.executor.replay.calls.hooks import Hooks
 from stowage.executor.replay.calls.prompts import LEAST, PromptStep, is_known, recorded_prompts
 from stowage.executor.replay.graphs.backend import GraphBackend, Graphs, rules
 from stowage.executor.replay.graphs.recorder import Recorder

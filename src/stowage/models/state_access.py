@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from stowage.models import compat
 from stowage.models.probing import cache_name, takes_rows
+from stowage.weights.module_code import FamilyHook
 
 
 class Keeper:
@@ -186,7 +186,7 @@ def _divided(model: Any) -> list[RemovableHandle]:
     if inner.layers_are_rescaled or not every:
         return []
     last = [(layer, 2 ** (i // every)) for i, block in enumerate(inner.blocks) if i >= every for layer in _last(block)]
-    hooks = [layer.register_forward_hook(partial(_divide, by)) for layer, by in last]
+    hooks = [layer.register_forward_hook(FamilyHook(_divide, by)) for layer, by in last]
     inner.layers_are_rescaled = True
     return hooks
 

@@ -33,8 +33,6 @@ _NOT_CONTENT: Final = frozenset(
     {"training", "forward", "name_or_path", "warnings_issued", "stowage", "hf_device_map", "layer_types"}
 )
 """``layer_types``: the config has them, and Cohere's Compass keeps them as a set, in another order in each process."""
-_PASSING: Final = "stowage.models.state_access"
-"""Its hooks are on a model while it computes, and are how its family is computed: another thread may see them."""
 _FUNCTIONS: Final = (types.FunctionType, types.MethodType, functools.partial, type)
 _PLAIN: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
 
@@ -65,12 +63,18 @@ def code_of_others(model: nn.Module, own: frozenset[int] = frozenset()) -> bytes
     return found.bytes()
 
 
+class FamilyHook(functools.partial[Any]):
+    """A hook by which a family is computed: no change of the model. The hook itself says so, as another thread may see
+    it while the first computes.
+    """
+
+
 def hooks_of_others(model: nn.Module, own: frozenset[int] = frozenset()) -> frozenset[int]:
-    """The numbers of the hooks on its modules and on all modules, except ``own``."""
+    """The numbers of the hooks on its modules and on all modules, except ``own`` and its family's."""
     found = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
     for module in model.modules():
         found += [module._forward_hooks, module._forward_pre_hooks]
-    every = (number for hooks in found for number, hook in tuple(hooks.items()) if _module_of(hook) != _PASSING)
+    every = (number for hooks in found for number, hook in tuple(hooks.items()) if not isinstance(hook, FamilyHook))
     return frozenset(every) - own
 
 

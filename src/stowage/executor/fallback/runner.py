@@ -16,7 +16,7 @@ from torch import Tensor
 from stowage.executor.batch import Work
 from stowage.executor.block_pool import BlockPool
 from stowage.executor.fallback.cache_layers import Pooled, TokenSpan
-from stowage.executor.replay.calls.hooks import Hooks
+from stowage.executor.hooks import Hooks
 from stowage.models.adapters import Adapters
 from stowage.models.layout import ModelLayout
 from stowage.models.state_access import forward, keeper_of

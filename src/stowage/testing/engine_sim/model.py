@@ -21,7 +21,7 @@ from stowage.errors import StorageError
 from stowage.executor.batch import Work
 from stowage.executor.block_pool import PADDING_BLOCK, BlockPool
 from stowage.executor.block_table import OFFLOADED
-from stowage.executor.replay.calls.hooks import Hooks
+from stowage.executor.hooks import Hooks
 from stowage.models.layout import visible
 from stowage.testing.engine_sim.profile import EngineFaults
 from stowage.testing.sim.content import Violation

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from stowage.executor import kernels
 from stowage.executor.determinism.row_invariance import RowInvariance
 from stowage.executor.fused.recurrent_kernels import StateRows
+from stowage.executor.hooks import Hooks
 from stowage.executor.replay.backend import CaptureError, StepShape
 from stowage.executor.replay.cache import ReplayCache, Rules
 from stowage.executor.replay.calls.call_list import RecordedCalls, TracedStep, listed
-from stowage.executor.replay.calls.hooks import Hooks
 from stowage.executor.replay.calls.position_tables import PositionTables
 from stowage.executor.replay.calls.recording import recorded
 from stowage.executor.replay.programs.program import Arena
