@@ -14,7 +14,10 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from stowage import Engine, Memory, SamplingParams, offload
+from stowage.core.key import SequenceKeys
 from stowage.engine.request import Completion, Delta
+from stowage.engine.sequence import Sequence
+from stowage.executor.hooks import Hooks
 from stowage.models import identity, loading
 from stowage.models.state_access import keeper_of
 from stowage.testing import tiny_models
@@ -160,6 +163,30 @@ def test_a_hook_that_came_and_went_while_a_request_ran() -> None:
         request = engine.submit(PROMPT[:100], SamplingParams(max_new_tokens=100, ignore_eos=True), come_and_go)
         assert request.wait(60)
         assert reused(ask(engine, PROMPT[:100] + request.result().token_ids)) == 64
+
+
+def test_a_sequence_that_begins_anew_with_another_hook_shares_nothing() -> None:
+    """It was preempted: what it had shared until then is computed again, and not as it was."""
+    model = tiny_models.build("llama")
+    hooks = Hooks(model, None)
+    parts: dict[str, Any] = {
+        "keys": SequenceKeys(b"name", ()),
+        "sampler": None,
+        "text": None,
+        "params": SamplingParams(),
+    }
+    sequence = Sequence(id=0, tokens=PROMPT, tables=[], prompt_tokens=len(PROMPT), new_tokens_max=1, **parts)
+    sequence.hooks = hooks.seen()
+    sequence.computed = 100
+    sequence.extend_keys()
+    model.model.layers[0].register_forward_hook(louder)
+    hooks.look()
+    sequence.computed = 150
+    sequence.extend_keys()
+    assert sequence.shared_tokens == 100
+    sequence.restart()
+    sequence.computed = 150
+    assert sequence.shared_tokens == 0 == sequence.reusable_tokens - 1
 
 
 def test_what_a_family_has_on_it_while_it_computes_are_no_hooks_of_others() -> None:

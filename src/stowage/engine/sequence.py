@@ -72,7 +72,7 @@ class Sequence(SequenceState):
     hooks: SeenHooks | None = None
     """Those on the model that its keys speak of. Once there are others, nothing more is shared."""
     known_tokens: int = 0
-    """How many tokens were shared when this was looked at last."""
+    """How many tokens were shared when hooks were looked at last."""
     held: list[SwappedBlocks] = field(default_factory=list)
     """Its blocks in host memory, of which ``tables`` has the addresses while it runs."""
 
@@ -98,23 +98,23 @@ class Sequence(SequenceState):
     @property
     def reusable_tokens(self) -> int:
         """How many tokens, less the last, may come from a cache. Tokens to be scored must be computed."""
-        self._look_for_hooks()
         return min(self.unscored if self.scoring else len(self.tokens), self.own_from + 1)
 
     @property
     def shared_tokens(self) -> int:
         """How many computed tokens other sequences may reuse."""
-        self._look_for_hooks()
-        self.known_tokens = min(self.computed, self.own_from)
-        return self.known_tokens
-
-    def _look_for_hooks(self) -> None:
-        if self.hooks is not None and self.hooks.are_others:
-            self.own_from = min(self.own_from, self.known_tokens)
+        return min(self.computed, self.own_from)
 
     def extend_keys(self) -> None:
-        """Compute the keys of chunks that are complete and may be shared."""
+        """Compute the keys of chunks that are complete and may be shared. Call after each step."""
+        self._heed_hooks()
         self.keys.extend(self.tokens, self.shared_tokens)
+
+    def _heed_hooks(self) -> None:
+        """Once there are others than ``keys`` speak of, nothing is shared of what was computed since the last call."""
+        if self.hooks is not None and self.hooks.are_others:
+            self.own_from = min(self.own_from, self.known_tokens)
+        self.known_tokens = self.shared_tokens
 
     def score(self, start: int, logits: Tensor) -> None:
         """Record log-probabilities of the prompt tokens after positions ``start``... from ``logits [count, vocab]``."""
@@ -130,8 +130,9 @@ class Sequence(SequenceState):
         self.unscored = end
 
     def restart(self) -> None:
-        """Reset progress to zero; all tokens stay, generated ones included."""
-        self.computed = 0
+        """Reset progress to zero; all tokens stay, generated ones included. They are computed with today's hooks."""
+        self.computed = self.known_tokens = 0
+        self._heed_hooks()
         self.stored = [0] * len(self.tables)
         self.freed = [0] * len(self.tables)
 
