@@ -18,7 +18,7 @@ from tests.engine.conftest import each_instruction_set
 from tests.native import needs_native
 
 pytestmark = needs_native
-INTEGER = [spec for spec in SPECS if spec.name in kernels.INTEGER_FORMATS]
+INTEGER = [spec for spec in SPECS if kernels.is_integer(spec)]
 PACKED = [
     Form("int8", 37, 576),
     Form("int8", 7, 4096 + 96),

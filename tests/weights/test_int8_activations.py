@@ -19,10 +19,11 @@ from stowage.executor.int8_activations import ROUNDED_FROM, note_of
 from tests.answers import bits
 from tests.depth import mostly_rare
 from tests.native import needs_native
-from tests.weights import gguf_files
+from tests.weights import gguf_files, published_files
 from tests.weights.conftest import prompt
 from tests.weights.gguf_models import SIZE, model_of
 from tests.weights.test_gguf import KINDS, mixed
+from tests.weights.test_published import int8
 
 pytestmark = needs_native
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=1)
@@ -72,21 +73,31 @@ def test_what_was_stored_with_it_is_never_loaded_without(tmp_path: Path, file: C
     path = file("Q8_0 Q4_0 Q4_1")
     memory = Memory(kv_cache_memory="8MiB", host_memory="16MiB", disk=f"{tmp_path / 'disk'}:64MiB")
     said: dict[bool, Any] = {}
-    for int8 in (True, False, True):
-        with Engine(path, memory, dtype="bfloat16", int8_activations=int8) as engine:
+    for rounded in (True, False, True):
+        with Engine(path, memory, dtype="bfloat16", int8_activations=rounded) as engine:
             found = engine.generate([ASKED[4]], GREEDY)[0]
-            assert bool(sum(found.reused_tokens.values())) == (int8 in said), "only its own"
-            assert said.setdefault(int8, found.token_ids) == found.token_ids
+            assert bool(sum(found.reused_tokens.values())) == (rounded in said), "only its own"
+            assert said.setdefault(rounded, found.token_ids) == found.token_ids
             assert engine.flush()
 
 
 @pytest.mark.parametrize(("family", "form"), mostly_rare([("llama", "int8"), ("qwen3_moe", "int4")], ["llama"]))
 def test_packed_checkpoints(family: str, form: str, packs: Callable[..., Path]) -> None:
+    assert_rounded(packs(family, form))
+
+
+def test_checkpoints_that_are_published_as_w8a8(tmp_path: Path) -> None:
+    stated, quantiser = int8("int-quantized")
+    assert_rounded(published_files.write("llama", tmp_path, stated, quantiser)[0])
+
+
+def assert_rounded(checkpoint: Path) -> None:
+    """The option changes answers, and where weights lie does not."""
     memory, said = {"kv_cache_memory": "8MiB"}, []
-    for weights, int8 in (("auto", False), ("auto", True), ("*=stream", True)):
-        with Engine(packs(family, form), Memory(**memory, weights=weights), int8_activations=int8) as engine:
+    for weights, rounded in (("auto", False), ("auto", True), ("*=stream", True)):
+        with Engine(checkpoint, Memory(**memory, weights=weights), int8_activations=rounded) as engine:
             said.append(answers(engine, ASKED))
-            assert bool(engine.int8_note) == int8
+            assert engine.int8_note.startswith("Activations are rounded") == rounded
     assert said[1] == said[2]
     assert said[0] != said[1]
 

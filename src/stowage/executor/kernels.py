@@ -32,7 +32,7 @@ from stowage.native import is_built as is_built
 from stowage.native import is_wanted
 from stowage.weights.quantized.blocks import BlockMatrix
 from stowage.weights.quantized.codes import PackedMatrix
-from stowage.weights.quantized.formats import BLOCKS, NVFP4_GROUP
+from stowage.weights.quantized.formats import BLOCKS, NVFP4_GROUP, Spec
 
 KINDS = {Kind.FULL: 0, Kind.SLIDING: 1, Kind.CHUNKED: 2}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -41,8 +41,9 @@ _HALVES = {torch.bfloat16: 4, torch.int8: 5}
 """The same, times inputs in bfloat16."""
 _DYNAMIC = {torch.float32: 6, torch.bfloat16: 7}
 """Products of activations quantized to 8 bits."""
-INTEGER_FORMATS = frozenset("q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block mxfp4 int4 gptq awq".split())
-"""Formats with integer codes, for products with 8-bit activations; our own int8 and int4 are supported, too."""
+INTEGER_FORMATS = frozenset("q8_0 q4_0 q4_1 q5_0 q5_1 q4_k q5_k q6_k mxfp4_block mxfp4 int4 gptq awq s8".split())
+"""Formats with integer codes, for products with 8-bit activations (see ``is_integer``); our own int8 and int4 are
+supported, too."""
 REVISION = 7
 """Version of the kernels; incremented whenever the bits of an answer change."""
 _INT8_BLOCK = 32
@@ -199,13 +200,21 @@ def _of_packed4(codes: Tensor, scales: Tensor, group: int) -> Matrix:
     return Matrix(codes, codes.shape[0], codes.stride(0), scales, scales[1], group, number_of("packed4"), 1, kind)
 
 
+def is_integer(spec: Spec) -> bool:
+    """Whether a matrix of ``spec`` can be multiplied with 8-bit activations: of s8, with a scale for each output."""
+    of_outputs = spec.group_size == spec.inputs and spec.rows_per_scale == 1
+    return spec.name in INTEGER_FORMATS and (spec.name != "s8" or of_outputs)
+
+
 def int8_product(x: Tensor, weight: PackedMatrix) -> Matrix | None:
     """``weight`` for activations ``x`` to be quantized to 8 bits; ``None``: its codes are not integers."""
     if x.dtype not in DTYPES or x.shape[-1] % _INT8_BLOCK:
         return None
     if isinstance(weight, BlockMatrix):
-        known = weight.spec.name in INTEGER_FORMATS and supports_blocks(x, weight)
-        return replace(of_blocks(weight), int8=True) if known else None
+        if not (is_integer(weight.spec) and supports_blocks(x, weight)):
+            return None
+        found = replace(of_blocks(weight), int8=True)
+        return replace(found, form=0) if weight.spec.name == "s8" else found  # as our own int8 lies
     if (parts := weight.int8_parts()) is not None:
         return replace(of_plain(*parts), int8=True)
     parts = weight.int4_parts()
