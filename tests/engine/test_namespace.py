@@ -167,6 +167,7 @@ def test_salt_of_the_engine() -> None:
         (attention, "NAME", "another"),
         (envelope, "VERSION", 99),
         (segment, "VERSION", 99),
+        (namespace_module, "own_code", lambda: "of another version"),
         (namespace_module.transformers, "__version__", "99.0"),
     ],
     ids=lambda value: value.__name__ if hasattr(value, "__name__") else str(value),
@@ -177,6 +178,23 @@ def test_what_the_code_stands_for(module: Any, name: str, value: Any, monkeypatc
     before = keys_of(loaded)
     monkeypatch.setattr(module, name, value)
     assert_apart(before, keys_of(loaded))
+
+
+def test_code_that_computes_is_part_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a defect made of a checkpoint is not read once it is mended; a command's new words empty no cache."""
+    package, there = Path(namespace_module.__file__).parents[1], tmp_path / "stowage"
+    shutil.copytree(package, there, ignore=shutil.ignore_patterns("*.so", "*.txt", "__pycache__"))
+    monkeypatch.setattr(namespace_module, "__file__", str(there / "models" / "namespace.py"))
+    name = namespace_module.own_code.__wrapped__
+    found = [namespace_module.own_code(), name()]
+    assert found[0] == found[1], "a copy of the same code elsewhere"
+    for file in ("__init__.py", "models/gguf/config.py", "weights/checkpoint.py", "executor/runner.py"):
+        with (there / file).open("a") as text:
+            text.write("# mended\n")
+        found.append(name())
+    assert len(set(found)) == len(found) - 1
+    (there / "cli" / "app.py").write_text("")
+    assert name() == found[-1]
 
 
 def test_an_adapter_that_is_not_merged_is_refused(tmp_path: Path) -> None:

@@ -5,11 +5,14 @@ Owns the list (case F3). Changing any field changes every key.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import transformers
+from blake3 import blake3
 
 from stowage.config.memory import Memory
 from stowage.core.geometry import Kind
@@ -23,6 +26,8 @@ PARALLEL = "1"
 """How a model is divided over devices: not at all."""
 ADAPTER = ""
 """What is put on top of the weights: nothing, ``loading`` refuses adapters that are not merged."""
+_COMPUTING = ("core", "cuda", "engine", "executor", "models", "native", "plugins/transformers", "transfer", "weights")
+"""Folders of the code that makes a chunk's bytes, from a checkpoint's to those of a block."""
 
 
 def block_tokens_of(memory: Memory, grid: int = 1) -> Mapping[Kind, int]:
@@ -67,7 +72,7 @@ def namespace_fields(
     return {
         "format": [envelope.VERSION, segment.VERSION],
         "engine": writer,
-        "code": f"transformers/{transformers.__version__}",
+        "code": f"stowage/{own_code()} transformers/{transformers.__version__}",
         "attention": attention_name,
         "weights": loaded.identity,
         "family": config.model_type,
@@ -78,6 +83,18 @@ def namespace_fields(
         "adapter": ADAPTER,
         "salt": salt,
     }
+
+
+@functools.cache
+def own_code() -> str:
+    """A digest of Stowage's version and of its Python code that computes: what another one stored may be what a defect
+    made of the same weights, and the defect is mended. Compiled code has a revision of its own (``executor.kernels``).
+    """
+    package, digest = Path(__file__).parents[1], blake3()
+    files = [path for folder in _COMPUTING for path in (package / folder).rglob("*.py")]
+    for path in sorted([*package.glob("__init__.py"), *files]):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _plain(value: Any) -> Field:
