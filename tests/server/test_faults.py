@@ -21,7 +21,7 @@ from stowage.config.memory import Memory
 from stowage.engine.engine import Engine
 from stowage.engine.prompts import Prompts
 from stowage.errors import ModelError
-from stowage.server import listen
+from stowage.server import async_engine, listen
 from stowage.server.auth import ApiKeys
 from stowage.server.limits import Limits
 from stowage.server.serve import run
@@ -108,6 +108,30 @@ def test_an_engine_that_stops(here: Here, engine: Engine, caplog: pytest.LogCapt
     with pytest.raises(httpx.ConnectError):
         httpx.get(here.url + "/health")
     assert any("the engine stopped" in record.message for record in caplog.records)
+
+
+def test_a_step_that_hangs(tiny_llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where weights are on a disk that does. Metrics are those from before it, and no thread keeps a process that is
+    told to end.
+    """
+    monkeypatch.setattr(async_engine, "_STEP_S", 0.2)
+    before = set(threading.enumerate())
+    with Engine(tiny_llama, Memory(kv_cache_memory="8MiB")) as engine:
+        here, hangs, goes_on = Here(engine), threading.Event(), threading.Event()
+        real = engine.parts.runner.run
+        engine.parts.runner.run = lambda work: (hangs.set(), goes_on.wait(60), real(work))[2]  # type: ignore[method-assign]
+        asking = threading.Thread(target=lambda: httpx.post(here.url + TEXT, json=SHORT, timeout=60))
+        asking.start()
+        try:
+            assert hangs.wait(60)
+            page = httpx.get(here.url + "/metrics", timeout=20)
+            assert page.status_code == 200 and "stowage_tokens_computed_total 0.0" in page.text
+            here.stop()
+            left = set(threading.enumerate()) - before - {asking}
+            wait_until(lambda: not any(thread.is_alive() and not thread.daemon for thread in left), "threads ended", 20)
+        finally:
+            goes_on.set()
+            asking.join(60)
 
 
 def test_a_bug_of_one_request(here: Here, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog) -> None:

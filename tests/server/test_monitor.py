@@ -88,7 +88,7 @@ def test_a_busy_engine_keeps_nobody_waiting(watched: tuple[AsyncEngine, Engine])
         fresh = await watch.state(Tenant(), 0)
         assert fresh["server"]["age_s"] < 30
         monkeypatched = engine.stats
-        engine.stats = lambda: looks.append(1) or monkeypatched()  # type: ignore[method-assign, func-returns-value]
+        engine.stats = lambda timeout_s: looks.append(1) or monkeypatched(timeout_s)  # type: ignore[method-assign, func-returns-value]
         held, let_go = threading.Event(), threading.Event()
 
         def hold() -> None:

@@ -29,6 +29,7 @@ from stowage.engine.assembly import Parts, assemble
 from stowage.engine.completion import namespace_of, progress_of
 from stowage.engine.detokenizer import detokenizer
 from stowage.engine.grammar import Grammars
+from stowage.engine.locks import held
 from stowage.engine.loop import Loop
 from stowage.engine.memory_budget import kv_budget, weights_budget
 from stowage.engine.prompts import Prompts
@@ -316,9 +317,11 @@ class Engine:
         """Why answers are not exact, or cost more than they could; empty: neither."""
         return self.parts.inexact_because or no_kernels_reason(self.model) or slow_path_reason(self.model)
 
-    def stats(self) -> dict[str, Any]:
-        """What it holds and did. ``store`` is None without host memory, ``graphs`` where no steps are recorded."""
-        with self._lock:
+    def stats(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """What it holds and did. ``store`` is None without host memory, ``graphs`` where no steps are recorded. Raises
+        TimeoutError where a step goes on for ``timeout_s``; without it the step is waited for.
+        """
+        with held(self._lock, timeout_s):
             counters = self._kv_manager.counters
             return {
                 "executor": self.executor,

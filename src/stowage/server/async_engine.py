@@ -39,6 +39,8 @@ Read = Callable[[Reader, bytes | bytearray, Begin], T]
 """Parses the body of a request."""
 logger = logging.getLogger("stowage.server")
 _RETRY_AFTER_S_MAX: Final = 60
+_STEP_S: Final = 5.0
+"""How long statistics wait for a step; scrapers usually wait for ten seconds."""
 SHORT_BYTES: Final = 1 << 16
 """Bodies up to this size are read on a thread of their own, so that they never wait for the long ones of others."""
 
@@ -51,7 +53,7 @@ class AsyncEngine:
         self.served, self.name = served, served.name
         self._limits = limits
         self._adopt(self.engine)
-        self._stats: dict[str, Any] = {}
+        self._stats: dict[str, Any] = self.engine.stats()
         self.max_num_seqs = self.engine.memory.max_num_seqs
         self.max_choices = self.max_num_seqs + limits.max_queued_requests
         self.choices_open = 0
@@ -83,10 +85,13 @@ class AsyncEngine:
         return "ok" if engine is not None and engine.alive and not engine.failed else "failed"
 
     def stats(self) -> dict[str, Any]:
-        """The engine's statistics, or its last ones while there is no engine. Waits for the engine's lock."""
+        """The engine's statistics, or the last ones where there is no engine, or it hangs in a step. Waits for a step:
+        not without end, so that metrics are answered and this thread keeps no process that is to end.
+        """
         engine = self.supervisor.engine
         if engine is not None:
-            self._stats = engine.stats()
+            with suppress(TimeoutError):
+                self._stats = engine.stats(_STEP_S)
         return self._stats
 
     async def reopen(self) -> None:
