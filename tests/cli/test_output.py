@@ -61,3 +61,18 @@ def test_closed_streams_get_nothing_and_no_file_gets_their_numbers(tiny_llama: P
         check=True,
     )
     assert done.stdout.count("/dev/null") == 2
+
+
+@pytest.mark.parametrize(("encoding", "expected"), [("latin-1", b"\\u2603 caf\xe9"), ("ascii", b"\\u2603 caf\\xe9")])
+def test_an_answer_in_characters_that_stdout_lacks(encoding: str, expected: bytes) -> None:
+    """As in a locale that is not UTF-8: it ended in a traceback."""
+    program = (
+        "from stowage import cli; from stowage.cli.output import print_text; cli.main = lambda: print_text({!r}); "
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program.format("\u2603 caf\xe9") + "cli.run_and_exit()"],
+        env={"PYTHONPATH": str(SOURCE), "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout == expected

@@ -9,6 +9,7 @@ No file here imports torch, transformers or numpy at its top, so ``--help`` answ
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Callable
 def run_and_exit() -> None:
     """Entry point of the ``stowage`` command: ``main``, and the end of the process."""
     _replace_closed_streams()
+    _print_any_text()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _end_in_order())
     try:
@@ -37,6 +39,14 @@ def _replace_closed_streams() -> None:
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+def _print_any_text() -> None:
+    """Where stdout is not UTF-8 (another locale, PYTHONIOENCODING) a character that it lacks is written as ``\\u2603``:
+    a model's answer has whatever it has.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:
