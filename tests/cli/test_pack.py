@@ -198,7 +198,7 @@ def test_what_is_much_worse_or_was_not_scored_has_no_name(
 
 
 @pytest.mark.rare
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_a_process_that_is_told_to_end_leaves_nothing(
     number: int, status: int, tiny_llama: Path, tmp_path: Path
 ) -> None:

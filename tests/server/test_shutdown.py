@@ -29,7 +29,7 @@ def some(new_tokens: int, **more: object) -> dict[str, object]:
     return {"model": "tiny", "prompt": "x" * 50, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True} | more
 
 
-@pytest.mark.parametrize("number", mostly_rare([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
+@pytest.mark.parametrize("number", mostly_rare([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], [signal.SIGTERM]))
 def test_running_requests_end_and_new_ones_are_refused(start, engine: Engine, number: int) -> None:
     server = start()
     (expected,) = engine.generate(["x" * 50], SamplingParams(max_new_tokens=500, ignore_eos=True))

@@ -2,8 +2,8 @@
 
 Machine output (``--json``) and generated text go to stdout; progress, summaries and errors go to stderr. Exit status:
 0 done, 1 the check that was asked for failed (``verify``, ``doctor``, ``scrub``) or nobody reads stdout, 2 wrong use, a
-``StowageError`` or a full disk under stdout, 130 interrupted, 143 ended by SIGTERM: in order, so what is half written
-is removed. A second SIGTERM ends at once.
+``StowageError`` or a full disk under stdout, 130 interrupted, 143 ended by SIGTERM, 129 by SIGHUP (its terminal): in
+order, so what is half written is removed. A second one ends at once.
 No file here imports torch, transformers or numpy at its top, so ``--help`` answers at once.
 """
 
@@ -20,8 +20,9 @@ def run_and_exit() -> None:
     """Entry point of the ``stowage`` command: ``main``, and the end of the process."""
     _replace_closed_streams()
     _print_any_text()
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _end_in_order())
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # else it is ignored, as under nohup
+            signal.signal(number, _end_in_order())
     try:
         main()
     except SystemExit as done:
@@ -78,7 +79,7 @@ def _command() -> None:
 
 
 def _end_in_order() -> Callable[[int, object], None]:
-    """What SIGTERM does to this process; to children that are forked from it what it always does."""
+    """What such a signal does to this process; to children that are forked from it what it always does."""
     own = os.getpid()
 
     def end(number: int, _frame: object) -> None:

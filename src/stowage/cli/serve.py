@@ -47,7 +47,7 @@ def serve(
     ] = "",
     json: Json = False,
 ) -> None:
-    """Answer OpenAI clients over HTTP. SIGTERM or Ctrl-C ends it in order, a second one at once.
+    """Answer OpenAI clients over HTTP. SIGTERM, SIGHUP or Ctrl-C ends it in order, a second one at once.
 
     A checkpoint of sentence-transformers is served at /v1/embeddings.
     """

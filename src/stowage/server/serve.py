@@ -50,7 +50,7 @@ def serve(
     keys: ApiKeys,
     ready: Callable[[], None],
 ) -> bool:
-    """Serve until SIGINT or SIGTERM, or until the engine has failed and no other may be opened: then False. Calls
+    """Serve until SIGINT, SIGTERM, SIGHUP, or until the engine has failed and no other may be opened: then False. Calls
     `ready` once requests are accepted. Raises ConfigError. To be called on the main thread, which gets the signals.
     """
 
@@ -91,13 +91,16 @@ def serve_embeddings(
 def _signalled() -> asyncio.Event:
     """Set by the first signal."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _first_signal, loop, stop)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, _first_signal, loop, stop, numbers)
     return stop
 
 
-def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, numbers: list[signal.Signals]) -> None:
+    for number in numbers:
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)
     stop.set()
