@@ -8,6 +8,7 @@ where its prefix came from. Filters apply in the order of Transformers' logits p
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,10 +67,8 @@ class Sampler:
         self.params = params
         self._processors = processors_of(params, prompt, eos, grammar)
         self._generator = torch.Generator()
-        if params.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(params.seed)
+        # torch's own seed() opens a file, which fails where a process has too many open.
+        self._generator.manual_seed(int.from_bytes(os.urandom(8)) if params.seed is None else params.seed)
 
     @property
     def finished(self) -> bool:

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import resource
 import signal
+import time
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -38,6 +41,9 @@ _BACKLOG: Final = 512
 _LAST_WORDS_S: Final = 2.0
 """Time to send clients the error that their requests will not be finished."""
 _TICK_S: Final = 0.02
+_FILES: Final = 1024
+"""Open files besides connections, at most: of the disk tier, of weights, of shared stores."""
+_TOLD_S: Final = 60.0
 _LOOK_S: Final = 0.2
 """How often the engine is asked whether it has failed."""
 
@@ -185,6 +191,38 @@ async def _stop(server: uvicorn.Server, running: asyncio.Task[None], async_engin
     await running
 
 
+def allow_files(max_connections: int) -> None:
+    """Raise the soft limit of open files, which is often 1024, as far as may be: to what so many connections need, and
+    as many that are being refused.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * max_connections + _FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        least = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+
+
+class OutOfFiles:
+    """An event loop's exception handler. asyncio tries to accept 512 times a second while there is no descriptor for a
+    connection, and logs each with a traceback: it is told once a minute instead.
+    """
+
+    def __init__(self, timer: Callable[[], float] = time.monotonic) -> None:
+        self._timer = timer
+        self._quiet_until_s = -float("inf")
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE) and "socket" in context):
+            loop.default_exception_handler(context)
+        elif self._timer() >= self._quiet_until_s:
+            self._quiet_until_s = self._timer() + _TOLD_S
+            logger.error(
+                "connections wait, and are not accepted: %s. Raise the limit of open files, or lower max_connections",
+                error.strerror,
+            )
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers."""
 
@@ -194,6 +232,8 @@ class _Server(uvicorn.Server):
 
 
 def _server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
+    allow_files(limits.max_connections)
+    asyncio.get_running_loop().set_exception_handler(OutOfFiles())
     config = uvicorn.Config(
         app,
         loop="asyncio",
