@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -100,6 +101,19 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Mon
         Lease(tmp_path / "file" / "budget", 1, 2)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert budget_directory("x").is_relative_to(tmp_path)
+
+
+def test_a_directory_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As memory for a session's files may be: told, and nothing of the budget is taken."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(DirectoryError, match="No space left on device"):
+            Lease(tmp_path, 60, 100)
+    Lease(tmp_path, 100, 100).release()
 
 
 def test_a_lease_is_kept_by_whoever_holds_it(tmp_path: Path) -> None:

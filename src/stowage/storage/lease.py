@@ -50,8 +50,14 @@ class Lease:
                 )
             self.path = directory / f"{os.getpid()}-{uuid.uuid4().hex}{_SUFFIX}"
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._file, fcntl.LOCK_SH)
-            os.write(self._file, str(nbytes).encode().ljust(_NUMBER_BYTES))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_SH)
+                os.write(self._file, str(nbytes).encode().ljust(_NUMBER_BYTES))
+            except OSError:
+                self.release()
+                raise
+        except OSError as error:
+            raise _unusable(directory, error) from error
         finally:
             os.close(gate)
 
@@ -115,15 +121,19 @@ def _gate(directory: Path) -> int:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         gate = os.open(directory / _GATE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise DirectoryError(
-            f"The budget's directory {directory} cannot be used ({error.strerror}). Set XDG_RUNTIME_DIR to a "
-            "directory of yours."
-        ) from error
+        raise _unusable(directory, error) from error
     if os.fstat(gate).st_uid != os.getuid():
         os.close(gate)
         raise DirectoryError(f"The budget's directory {directory} is another user's. Remove it.")
     fcntl.flock(gate, fcntl.LOCK_EX)
     return gate
+
+
+def _unusable(directory: Path, error: OSError) -> DirectoryError:
+    return DirectoryError(
+        f"The budget's directory {directory} cannot be used ({error.strerror}). Set XDG_RUNTIME_DIR to a directory of "
+        "yours."
+    )
 
 
 def _parts_of_the_living(directory: Path) -> list[int]:
