@@ -60,8 +60,12 @@ class OffloadedParameter(nn.Parameter):
         """Answer what asks for shape, dtype and the like; refuse the rest."""
         given = kwargs or {}
         name = getattr(func, "__name__", "")
+        owner = getattr(func, "__self__", None)
         with torch._C.DisableTorchFunctionSubclass():
-            if asks_form(func, args, given) or (name == "__set__" and attribute_of(func) == "requires_grad"):
+            attribute = getattr(owner, "__name__", "")
+            if (name == "__get__" and attribute in _FORM) or (name == "__set__" and attribute == "requires_grad"):
+                return func(*args, **given)
+            if name in _FORM_CALLS and not (name == "type" and (len(args) > 1 or given)):
                 return func(*args, **given)
             if name in _MOVES and _stays(args, given, name):
                 return args[0]
@@ -79,19 +83,6 @@ class OffloadedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OffloadedError(_offloaded_message(self))
-
-
-def asks_form(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """Whether torch's ``func`` asks a tensor for its form, and for none of its values."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return attribute_of(func) in _FORM
-    return name in _FORM_CALLS and not (name == "type" and (len(args) > 1 or bool(given)))
-
-
-def attribute_of(func: Any) -> str:
-    """The attribute of a tensor that ``func``, a ``__get__`` or ``__set__``, is about."""
-    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
 
 
 def offload(parameter: nn.Parameter, stand_in: Tensor, name: str = "") -> None:

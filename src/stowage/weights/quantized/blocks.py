@@ -9,15 +9,13 @@ multiplies after some outputs at a time were dequantized.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from stowage.errors import ModelError
-from stowage.weights.offloaded_parameter import asks_form, attribute_of, nan_placeholder
 from stowage.weights.quantized.codes import TILE_ELEMENTS, Form, PackedMatrix
 from stowage.weights.quantized.formats import Spec, dequantized, outputs_of, outputs_together, unpacks_at_once
 
@@ -186,82 +184,12 @@ class BlockLinear(nn.Module):
         exchange(self, before, self._names, parts)
 
     @property
-    def weight(self) -> LayerWeight:
-        """For code that does more with it than a linear layer."""
-        return LayerWeight.of(self)
-
-    def dequantized(self) -> Tensor:
-        """The weight as a new tensor."""
+    def weight(self) -> Tensor:
+        """Dequantized, as a new tensor, for code that does more with it than a linear layer."""
         return deinterleave_heads(self.matrix.dequantized(), self.heads)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.spec.name}"
-
-
-class LayerWeight(Tensor):
-    """The weight of a quantized layer as code of others sees it: its form costs nothing, each function that reads its
-    values gets a new tensor of them, and one that would write to it raises ModelError, as that would be lost.
-    """
-
-    _layer: BlockLinear
-
-    @staticmethod
-    def of(layer: BlockLinear) -> LayerWeight:
-        """The weight of ``layer``. Its own memory is one NaN, which code below Python reads."""
-        with torch._C.DisableTorchFunction():
-            device = next(iter(layer._parameters.values())).device  # type: ignore[union-attr]
-            stand_in = _nan(layer.dtype, device).expand(layer.out_features, layer.in_features)
-            found: LayerWeight = stand_in.as_subclass(LayerWeight)
-            found._layer = layer
-        return found
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given, name = kwargs or {}, getattr(func, "__name__", "")
-        if name not in _LAYOUT and asks_form(func, args, given):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **given)
-        if name == "detach" or (name == "__get__" and attribute_of(func) == "data"):
-            return args[0]  # what is written there would be lost, too
-        changes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        if _has((*(args[:1] if changes else ()), given.get("out"))):
-            raise ModelError(
-                f"{name} writes to the weight of a quantized layer, which would be lost: its values are made anew of "
-                "packed bytes whenever they are read. Do that with the checkpoint that it was made from, whose weights "
-                "have 16 or 32 bits."
-            )
-        return func(*_read(args), **{key: _read([value])[0] for key, value in given.items()})
-
-
-_LAYOUT: Final = frozenset(("stride", "is_contiguous", "_is_view"))
-"""Of the values, and not of what stands in for them."""
-_WRITES: Final = frozenset(
-    ["__set__", "__setitem__", *(f"__i{op}__" for op in "add sub mul truediv div floordiv mod pow and or xor".split())]
-)
-
-
-@functools.cache
-def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return nan_placeholder((), dtype, device)
-
-
-def _has(values: Iterable[Any]) -> bool:
-    return any(_has(value) if isinstance(value, (list, tuple)) else isinstance(value, LayerWeight) for value in values)
-
-
-def _read(values: Iterable[Any]) -> list[Any]:
-    """``values``, with weights of quantized layers dequantized."""
-    return [
-        value._layer.dequantized()
-        if isinstance(value, LayerWeight)
-        else type(value)(_read(value))
-        if type(value) in (list, tuple)
-        else value
-        for value in values
-    ]
 
 
 def packings(model: nn.Module) -> list[Packing]:
