@@ -11,8 +11,10 @@ from typing import Any
 def held(lock: Any, timeout_s: float | None) -> Iterator[None]:
     """``lock`` is held meanwhile. Raises TimeoutError when it could not be had for ``timeout_s``; None: it waits."""
     if timeout_s is None:
-        lock.acquire()
-    elif not lock.acquire(timeout=timeout_s):
+        with lock:
+            yield
+        return
+    if not lock.acquire(timeout=timeout_s):
         raise TimeoutError(f"a step of the engine takes longer than {timeout_s:g} s")
     try:
         yield
