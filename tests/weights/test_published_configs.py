@@ -243,6 +243,7 @@ def test_projections_that_a_tool_has_taken_apart_are_told_as_such(tmp_path: Path
     [
         ("int4-64-zeros", {}, "weight_zero_point"),
         ("int4-32", {"actorder": "group"}, "weight_g_idx"),
+        ("int8-words-64", {"actorder": "group"}, "weight_g_idx"),
         ("gptq-32", {"desc_act": True}, "g_idx"),
     ],
 )

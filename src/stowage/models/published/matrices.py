@@ -204,7 +204,7 @@ class Matrices:
             )
         count = scales.shape[1] if len(scales.shape) == 2 else 1
         group = self._group(base, scales, shape[1], count) if count > 1 else 0
-        self._refuse_order(f"{base}.weight_g_idx", shape[1], group or shape[1])
+        self._refuse_order(f"{base}.weight_g_idx", shape[1], group or shape[1], in_bytes=True)
         rows = self._shared(scales.shape, shape[0])[0]
         spec = Spec(name, shape[0], shape[1], group, rows, scale_dtype=scales.dtype)
         return Matrix({"codes": replace(codes, dtype=torch.uint8), "scales": scales}, spec)
@@ -274,8 +274,9 @@ class Matrices:
             )
         return group
 
-    def _refuse_order(self, name: str, inputs: int, group: int) -> None:
-        order = self.get(name) if self.method.is_ordered and group < inputs else self.stored.get(name)
+    def _refuse_order(self, name: str, inputs: int, group: int, *, in_bytes: bool = False) -> None:
+        ordered = group < inputs and self.method.is_ordered(in_bytes=in_bytes)
+        order = self.get(name) if ordered else self.stored.get(name)
         if order is None or order.shape == (0,):
             return
         stored = order.read().long()

@@ -77,12 +77,14 @@ class Method:
     @property
     def has_zeros(self) -> bool:
         """Whether all matrices of whole numbers that compressed-tensors wrote have zero points."""
-        return all(weights.get("symmetric") is False for weights in self._whole()) and any(self._whole())
+        whole = self._whole(in_bytes=False)
+        return all(weights.get("symmetric") is False for weights in whole) and any(whole)
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether all matrices have their inputs put into groups in an order of their own (act-order)."""
-        orders = [str(weights.get("actorder")).lower() in ("group", "dynamic") for weights in self._whole()]
+    def is_ordered(self, *, in_bytes: bool) -> bool:
+        """Whether all matrices have their inputs put into groups in an order of their own (act-order). ``in_bytes``:
+        of compressed-tensors those whose whole numbers have a byte each.
+        """
+        orders = [str(weights.get("actorder")).lower() in ("group", "dynamic") for weights in self._whole(in_bytes)]
         return all(orders) if orders else self.name == "gptq" and self.stated.get("desc_act") is True
 
     def check(self) -> None:
@@ -198,13 +200,13 @@ class Method:
         if self.name in ("gptq", "awq"):
             group = self.stated.get("group_size", self.stated.get("q_group_size", 128))
             return Spec(self.name, outputs, inputs, _count(group), zeros=True, scale_dtype=torch.float16)
-        weights = _mapping(self._group_of(base).get("weights"))
+        said = self._group_of(base)
+        weights = _mapping(said.get("weights"))
         if _kind(weights) == _FP4 and weights.get("group_size") == MXFP4_GROUP:
             return Spec("mxfp4", outputs, inputs)
         if "NVFP4" in self._algorithm(base) or (self.name != "modelopt" and _kind(weights) == _FP4):
             return Spec("nvfp4", outputs, inputs, block_rows=0, divides=self.name != "modelopt")
-        packed = self._form(self._group_of(base)) in _PACKED
-        if packed and _kind(weights) == _INT4:
+        if _kind(weights) == _INT4 and not self._is_in_bytes(said):
             group = _count(weights.get("group_size"))
             zeros = weights.get("symmetric") is False
             return Spec("int4", outputs, inputs, group, zeros=zeros, scale_dtype=dtype)
@@ -212,7 +214,8 @@ class Method:
         channel = weights.get("strategy") in ("channel", "group") or self.name == "fbgemm_fp8"
         if _kind(weights) in _WHOLE:
             group, rows = _count(weights.get("group_size")), 1 if channel else 0
-            return Spec("u8" if packed else "s8", outputs, inputs, group, rows, scale_dtype=dtype)
+            name = "s8" if self._form(said) in _BYTES else "u8"
+            return Spec(name, outputs, inputs, group, rows, scale_dtype=dtype)
         return Spec("fp8", outputs, inputs, group, 1 if channel else block_rows)
 
     def _groups(self) -> list[Mapping[str, Any]]:
@@ -232,8 +235,15 @@ class Method:
     def _weights(self) -> Iterator[Mapping[str, Any]]:
         return (group["weights"] for group in self._groups() if isinstance(group.get("weights"), Mapping))
 
-    def _whole(self) -> list[Mapping[str, Any]]:
-        return [weights for weights in self._weights() if _kind(weights) == _INT4]
+    def _whole(self, in_bytes: bool) -> list[Mapping[str, Any]]:
+        """What is said of the weights in each group of whole numbers that have a byte each, or of those of 4 bits."""
+        groups = (group for group in self._groups() if self._is_in_bytes(group) is in_bytes)
+        return [weights for group in groups if _kind(weights := _mapping(group.get("weights"))) in _WHOLE]
+
+    def _is_in_bytes(self, group: Mapping[str, Any]) -> bool:
+        """Whether each whole number of a ``group`` has a byte."""
+        kind = _kind(_mapping(group.get("weights")))
+        return kind in _WHOLE and (kind != _INT4 or self._form(group) in _BYTES)
 
     def _check_groups(self) -> None:
         for group in self._groups():
@@ -245,8 +255,7 @@ class Method:
                     f"{str(form)[:40]!r}, which is not read: pack-quantized and {', '.join(_BYTES)} are. Give another "
                     "checkpoint of the model."
                 )
-            in_bytes = kind in _WHOLE and (kind != _INT4 or form in _BYTES)
-            if in_bytes and weights.get("symmetric") is False:
+            if self._is_in_bytes(group) and weights.get("symmetric") is False:
                 raise UnsupportedModelError(
                     "the checkpoint is quantised by compressed-tensors to bytes with zero points (symmetric: false), "
                     "which are read of packed 4 bits only. Give another checkpoint of the model."
