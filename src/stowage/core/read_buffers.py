@@ -1,7 +1,7 @@
 """Buffers that packed bytes are read into until they are unpacked. Their limits say how far reading runs ahead.
 
 In a virtual machine a disk fills memory more slowly while that memory's cache lines are held by a core other than the
-one that serves the disk: 1.6 instead of 2.5 GB/s (docs/benchmarks.md, "Lossless compression"). So ``flush_from_caches``
+one that serves the disk: 1.7 instead of 2.5 GB/s (docs/benchmarks.md, "Lossless compression"). So ``flush_from_caches``
 flushes what the disk tier has unpacked. Streamed weights gained nothing from it.
 """
 
