@@ -1,6 +1,6 @@
 /* Products of inputs that were rounded to 8 bits (dynamic.h) with AVX2, which multiplies bytes in pairs.
  *
- * Of up to 8 rows two groups of four blocks at once, of one output or of two, whose 8 sums fill a register. Of many see
+ * Of few rows two groups of four blocks at once, of one output or of two, whose 8 sums fill a register. Of many see
  * dynamic_avx2_tiles.h.
  */
 /* Inputs of 8 bits are not multiplied with these, but with AVX2 their numbers are made alike. */
@@ -314,7 +314,7 @@ static inline int64_t avx2_few_wide(int64_t blocks)
     return wide < 2 ? 2 : wide < AVX2_FEW_WIDE ? wide : AVX2_FEW_WIDE;
 }
 
-/* Outputs [begin, end) of up to 8 rows. `room`: scales of some outputs, and least values or second scales of each behind them. */
+/* Outputs [begin, end) of a few rows. `room`: scales of some outputs, and least values or second scales of each behind them. */
 static void avx2_few(const Linear *job, int64_t begin, int64_t end, float *room)
 {
     Avx2Piece pieces[4];

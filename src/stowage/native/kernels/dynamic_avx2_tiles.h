@@ -159,12 +159,18 @@ static void (*const avx2_tiles[4][3][3])(const DynamicInputs *, int64_t, const A
     TILES_OF(LEAST, SMALL), TILES_OF(LEAST, MEDIUM), TILES_OF(TWO, MEDIUM)};
 #undef TILES_OF
 
+/* How many rows are few. Laying out pays sooner where a row's products take long: codes of 8 bits, scales of super blocks. */
+static int64_t avx2_few_rows(const Linear *job, const Avx2Ways *ways)
+{
+    return ways->size == LARGE || avx2_has_super_scales(job->format) ? AVX2_FEW / 2 : AVX2_FEW;
+}
+
 /* Outputs [begin, end) of all rows; 0: there is no memory for it. */
 static int dynamic_avx2(const Linear *job, int64_t begin, int64_t end)
 {
     int64_t groups = dynamic_groups(job->inputs), blocks = 4 * groups;
     const Avx2Ways *ways = avx2_ways_of(job, 0);
-    int few = ways != NULL && job->rows <= AVX2_FEW;
+    int few = ways != NULL && job->rows <= avx2_few_rows(job, ways);
     int64_t codes = few ? 0 : blocks * DYNAMIC_BLOCK * AVX2_WIDE;
     int64_t scales = blocks * (few ? 2 * avx2_few_wide(blocks) : 4 + 2 * AVX2_WIDE) * (int64_t)sizeof(float);
     float *room = aligned_alloc(64, (size_t)(codes + scales));
