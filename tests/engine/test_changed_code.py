@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from stowage import Engine, Memory, SamplingParams, offload
+from stowage import Engine, Memory, ModelError, SamplingParams, offload
 from stowage.core.key import SequenceKeys
 from stowage.engine.request import Completion, Delta
 from stowage.engine.sequence import Sequence
@@ -197,3 +197,31 @@ def test_what_a_family_has_on_it_while_it_computes_are_no_hooks_of_others() -> N
         assert not hooks_of_others(model)
     model.rwkv.register_forward_hook(louder)
     assert hooks_of_others(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "mpt"])
+def test_a_model_in_another_type_is_told_and_computes_when_it_is_back(family: str, tmp_path: Path) -> None:
+    """Requests failed in the middle of a forward, or were answered in a type that their cache's name does not say."""
+    path = tiny_models.write(family, tmp_path)
+    with Engine(path, Memory(kv_cache_memory="8MiB", host_memory="8MiB")) as engine:
+        (expected,) = engine.generate([PROMPT[:60]])
+        engine.model.to(torch.float64)
+        with pytest.raises(ModelError, match=r"is in torch.float64 on cpu now.*another Engine"):
+            engine.generate([PROMPT[:50]])
+        engine.model.to(torch.float32)
+        assert engine.generate([PROMPT[:60]])[0].token_ids == expected.token_ids
+
+
+def test_a_model_that_changes_its_type_while_a_request_runs() -> None:
+    with Engine(tiny_models.build("llama"), Memory(kv_cache_memory="8MiB")) as engine:
+        changed = False
+
+        def once(_delta: Delta) -> None:
+            nonlocal changed
+            if not changed:
+                changed = bool(engine.model.bfloat16())
+
+        request = engine.submit(PROMPT, SamplingParams(max_new_tokens=8, ignore_eos=True), once)
+        assert request.wait(60)
+        with pytest.raises(ModelError, match=r"is in torch.bfloat16"):
+            request.result()
