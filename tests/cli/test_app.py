@@ -3,6 +3,7 @@
 import errno
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,11 @@ def test_an_interrupt_while_commands_are_imported_is_status_130(monkeypatch: pyt
         ),
         (FileNotFoundError(errno.ENOENT, "No such file or directory"), "The current directory does not exist any more"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300), "Give a shorter one"),
+        (RuntimeError("can't start new thread"), "The system starts no more threads"),
     ],
 )
-def test_what_the_file_system_refuses_is_told(
-    error: OSError, told: str, call: Stowage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_the_system_refuses_is_told(
+    error: Exception, told: str, call: Stowage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_given: object) -> None:
         raise error
@@ -126,6 +128,23 @@ def test_what_the_file_system_refuses_is_told(
     result = call("stats", tmp_path)
     assert result.exit_code == 2 and told in result.stderr and "Traceback" not in result.stderr, result.stderr
     assert call("stats", tmp_path, "--debug").exception is error
+
+
+def test_a_disk_tier_that_gets_no_threads_is_told(
+    call: Stowage, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under `ulimit -u`, which root is not held to."""
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("stowage-disk"):
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    where = ("--host-memory", "16MiB", "--disk", f"{tmp_path / 'kv'}:64MiB")
+    result = call("run", tiny_llama, "--raw", "--prompt", "x", *where)
+    assert result.exit_code == 2 and "raise the limit: ulimit -u" in result.stderr, result.output
 
 
 def test_a_current_directory_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""Puts the commands together, and turns every StowageError, and what a file system refuses, into one paragraph on
-stderr and exit status 2."""
+"""Puts the commands together, and turns every StowageError, and what the system refuses, into one paragraph on stderr
+and exit status 2."""
 
 import errno
 from typing import Annotated, Any
@@ -28,6 +28,11 @@ from stowage.cli.output import complain
 from stowage.errors import StowageError
 from stowage.extras import absent
 
+_NO_THREAD = (
+    "The system starts no more threads: this user or container has reached its limit of them, or memory is out. End "
+    "other processes, or raise the limit: ulimit -u, TasksMax in a unit, pids_limit of a container."
+)
+
 
 class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
@@ -44,7 +49,7 @@ class _Group(TyperGroup):
                 raise
             complain(str(told))
             raise typer.Exit(2) from error
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             text = _told(error)
             if not text or wants_traceback(ctx):
                 raise
@@ -54,8 +59,10 @@ class _Group(TyperGroup):
             raise typer.Exit(130) from interrupt
 
 
-def _told(error: OSError) -> str:
-    """What to tell of a file that no code of ours looked after; empty: nothing, it is a bug."""
+def _told(error: OSError | RuntimeError) -> str:
+    """What to tell of a file that no code of ours looked after, or of threads; empty: nothing, it is a bug."""
+    if not isinstance(error, OSError):
+        return _NO_THREAD if str(error) == "can't start new thread" else ""
     if error.errno == errno.ENAMETOOLONG:
         return f"{error.filename}: no file system takes names of this length. Give a shorter one."
     if error.errno in (errno.EACCES, errno.EPERM) and error.filename:
