@@ -83,6 +83,12 @@ TABLE: Mapping[str, Callable[[], Any]] = {
     "funnel": lambda: hf.FunnelModel(
         hf.FunnelConfig(d_model=256, block_sizes=[2, 1], n_head=4, d_head=64, d_inner=512, vocab_size=512)
     ),
+    "perceiver": lambda: hf.PerceiverForSequenceClassification(
+        hf.PerceiverConfig(
+            vocab_size=512, d_model=256, d_latents=256, num_latents=128, num_self_attends_per_block=3,
+            num_self_attention_heads=4, num_cross_attention_heads=4, max_position_embeddings=128,
+        )
+    ),
     "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**_CLIP, num_labels=5)),
     "clip": lambda: hf.CLIPModel(
         hf.CLIPConfig(text_config={**_BERT, "eos_token_id": 2}, vision_config={**_CLIP}, projection_dim=128)

@@ -75,6 +75,7 @@ def tensors(out: Any) -> dict[str, Tensor]:
             "llama_classification-float32",
             "embedding-float32",
             "funnel-float32",
+            "perceiver-float32",
             "vit-float32",
             "wav2vec2-float32",
             "t5-bfloat16",

@@ -20,10 +20,11 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from stowage.errors import ModelError
 from stowage.weights.forward_lock import Claim, ForwardLock
-from stowage.weights.gradients import asked_of, without
+from stowage.weights.gradients import asked_of, storage_of, without
 
 Deliver = Callable[..., Tensor | None]
 """Delivers a module's weights, given its tensor arguments. Returns a replacement for the first argument, or None."""
@@ -233,7 +234,7 @@ class ForwardPasses:
             self._changing = False
             return found
 
-        def go(output: Any) -> None:
+        def go(output: Any) -> Any:
             nonlocal claim
             mine, held = claim, self.lock.held()
             if mine is None or held is not mine or self._changing:  # after a failure everything is reset together
@@ -242,14 +243,16 @@ class ForwardPasses:
                     self._leave(mine, False)
                 elif output is not None:
                     raise ModelError(_INTERRUPTED)
-                return
+                return None
             claim = None
             self._changing = True
+            kept = _apart(output, weights)
             take_back()
             self._shown -= 1
             self._changing = False
             if own:
                 self._leave(mine, output is not None)
+            return kept
 
         def before(module: Any, args: Any, kwargs: Any) -> Any:
             writer = _writer.get()
@@ -264,14 +267,32 @@ class ForwardPasses:
             found = writer.arrive(again, given, weights)
             return None if found is None else ((found, *args[1:]), kwargs)
 
-        def after(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        def after(_module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
             writer = _writer.get()
             if writer is None or output is None:
-                go(output)
-            else:
-                writer.leave(functools.partial(go, True), weights)
+                return go(output)
+            writer.leave(functools.partial(go, True), weights)
+            return None
 
         return before, after
+
+
+def _apart(output: Any, weights: Sequence[nn.Parameter]) -> Any:
+    """``output`` of a module, with copies of the tensors in it that lie in its ``weights``, as Perceiver's latents do:
+    other weights are delivered into that memory next. ``None``: there are none.
+    """
+    with torch._C.DisableTorchFunction():
+        parts = {storage_of(part) for part in pytree.tree_leaves(output) if isinstance(part, Tensor)} - {0}
+        memory = parts.intersection(map(storage_of, weights)) if parts else parts
+        if not memory:
+            return None
+        return pytree.tree_map_only(Tensor, lambda part: _copy(part) if storage_of(part) in memory else part, output)
+
+
+def _copy(view: Tensor) -> Tensor:
+    """With the strides of ``view``, by which kernels are chosen."""
+    memory = torch.empty(0, dtype=view.dtype, device=view.device)
+    return memory.set_(view.untyped_storage().clone(), view.storage_offset(), view.size(), view.stride())
 
 
 def _refuse_gradients(module: Any, given: Any) -> None:

@@ -94,11 +94,7 @@ class Gradients:
 
     def pack(self, tensor: Tensor) -> Tensor | _Kept:
         """What autograd saves of ``tensor``."""
-        try:
-            storage = tensor.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # without ordinary storage it is no view of a weight
-            return tensor
-        numbers = self._numbers.get(storage)
+        numbers = self._numbers.get(storage_of(tensor))
         if numbers is None:
             return tensor
         offset = int(tensor.storage_offset())
@@ -153,6 +149,14 @@ class Gradients:
         self._return()
         self._round, self._backwards = [*self._forwards, *self._backwards], []
         self._follow(self._round)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What names the memory that a tensor is a view of; 0: it has none of the ordinary kind, so it is no view."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 class _Recomputed:
