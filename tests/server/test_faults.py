@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from stowage.engine.engine import Engine
 from stowage.engine.prompts import Prompts
 from stowage.errors import ModelError
 from stowage.server import async_engine, listen
+from stowage.server.async_engine import AsyncEngine
 from stowage.server.auth import ApiKeys
 from stowage.server.limits import Limits
 from stowage.server.serve import run
@@ -36,16 +38,15 @@ SHORT = {"model": "tiny", "prompt": "x", "max_tokens": 3, "ignore_eos": True}
 class Here:
     """A server on a thread of this process."""
 
-    def __init__(self, engine: Engine | EngineSupervisor) -> None:
+    def __init__(self, engine: Engine | EngineSupervisor, **limits: float) -> None:
         supervisor = engine if isinstance(engine, EngineSupervisor) else EngineSupervisor(lambda: engine)
         place = listen.bind("127.0.0.1", 0)
         self.url = place.url
         self.loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         ready = threading.Event()
-        serving = run(
-            supervisor, ServedModel("tiny"), place, Limits(shutdown_timeout_s=1), ApiKeys([]), self._stop, ready.set
-        )
+        given = Limits(shutdown_timeout_s=1, **limits)  # type: ignore[arg-type]
+        serving = run(supervisor, ServedModel("tiny"), place, given, ApiKeys([]), self._stop, ready.set)
         self.found: bool | None = None
 
         def work() -> None:
@@ -132,6 +133,51 @@ def test_a_step_that_hangs(tiny_llama, monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             goes_on.set()
             asking.join(60)
+
+
+def test_a_step_that_hangs_longer_than_requests_may_take_is_told_by_health(
+    tiny_llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said ok for as long as the disk hung. A step that is only long is none of its business."""
+    monkeypatch.setattr(async_engine, "_STEP_S", 0.1)
+    monkeypatch.setattr(async_engine, "_HANGS_S", 0.0)
+    with Engine(tiny_llama, Memory(kv_cache_memory="8MiB")) as engine:
+        here, hangs, goes_on = Here(engine, request_timeout_s=3), threading.Event(), threading.Event()
+        real = engine.parts.runner.run
+        engine.parts.runner.run = lambda work: (hangs.set(), goes_on.wait(60), real(work))[2]  # type: ignore[method-assign]
+        asking = threading.Thread(target=lambda: httpx.post(here.url + TEXT, json=SHORT, timeout=60))
+        asking.start()
+        try:
+            assert hangs.wait(60)
+            assert httpx.get(here.url + "/health").json() == {"status": "ok"}
+            wait_until(lambda: httpx.get(here.url + "/health").status_code == 503, "that it hangs")
+            told = httpx.get(here.url + "/health").json()
+            assert told["status"] == "hanging" and told["reason"].endswith("s, and none may for 3 s")
+            assert httpx.get(here.url + "/v1/stowage/state").json()["server"]["alive"] is True
+            goes_on.set()
+            wait_until(lambda: httpx.get(here.url + "/health").json() == {"status": "ok"}, "that it goes on")
+        finally:
+            goes_on.set()
+            asking.join(60)
+            here.stop()
+
+
+def test_steps_that_end_are_not_one_that_hangs() -> None:
+    """Each takes the lock again before who waits for statistics has it."""
+
+    class Busy:
+        tokens_computed = 0
+
+        def stats(self, _timeout_s: float) -> None:
+            raise TimeoutError
+
+    engine, seen = Busy(), []
+    served = SimpleNamespace(supervisor=SimpleNamespace(engine=engine), _step=None, _stats={})
+    for tokens in (5, 5, 6):
+        engine.tokens_computed = tokens
+        AsyncEngine.stats(served)  # type: ignore[arg-type]
+        seen.append(served._step)
+    assert seen[0] == seen[1] and seen[1][1] < seen[2][1]
 
 
 def test_a_bug_of_one_request(here: Here, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog) -> None:

@@ -317,6 +317,11 @@ class Engine:
         """Why answers are not exact, or cost more than they could; empty: neither."""
         return self.parts.inexact_because or no_kernels_reason(self.model) or slow_path_reason(self.model)
 
+    @property
+    def tokens_computed(self) -> int:
+        """By all steps that have ended: the running one is not waited for."""
+        return self._kv_manager.counters.tokens_computed
+
     def stats(self, timeout_s: float | None = None) -> dict[str, Any]:
         """What it holds and did. ``store`` is None without host memory, ``graphs`` where no steps are recorded. Raises
         TimeoutError where a step goes on for ``timeout_s``; without it the step is waited for.

@@ -86,9 +86,12 @@ class Plain:
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are accepted."""
+        """200 while requests are accepted, and the engine does not hang."""
         status, reopened = self._async_engine.status, self._async_engine.supervisor.reopened
         told = {"status": status} | ({"reopened": reopened} if reopened else {})
+        if status == "hanging":
+            step_s, hangs_s = self._async_engine.step_s, self._async_engine.hangs_s
+            told["reason"] = f"a step of the engine goes on for {step_s:.0f} s, and none may for {hangs_s:.0f} s"
         return JSONResponse(told, 200 if status == "ok" else 503)
 
     async def version(self, request: Request) -> Response:

@@ -41,6 +41,8 @@ logger = logging.getLogger("stowage.server")
 _RETRY_AFTER_S_MAX: Final = 60
 _STEP_S: Final = 5.0
 """How long statistics wait for a step; scrapers usually wait for ten seconds."""
+_HANGS_S: Final = 600.0
+"""A step that goes on for longer hangs, or for longer than a request may take altogether: no request survives it."""
 SHORT_BYTES: Final = 1 << 16
 """Bodies up to this size are read on a thread of their own, so that they never wait for the long ones of others."""
 
@@ -52,6 +54,8 @@ class AsyncEngine:
         self.supervisor = supervisor
         self.served, self.name = served, served.name
         self._limits = limits
+        self._step: tuple[int, float] | None = None
+        """Of the step that statistics wait for: tokens computed before it, and since when they wait."""
         self._adopt(self.engine)
         self._stats: dict[str, Any] = self.engine.stats()
         self.max_num_seqs = self.engine.memory.max_num_seqs
@@ -76,13 +80,25 @@ class AsyncEngine:
 
     @property
     def status(self) -> str:
-        """`ok` while requests are accepted; `stopping`, `reopening`, or `failed`."""
+        """`ok` while requests are accepted; `stopping`, `reopening`, `failed`, or `hanging` in a step."""
         if self.stopping:
             return "stopping"
         if self._reopening:
             return "reopening"
         engine = self.supervisor.engine
-        return "ok" if engine is not None and engine.alive and not engine.failed else "failed"
+        if engine is None or not engine.alive or engine.failed:
+            return "failed"
+        return "hanging" if self.step_s > self.hangs_s else "ok"
+
+    @property
+    def hangs_s(self) -> float:
+        """How long a step may go on."""
+        return max(_HANGS_S, self._limits.request_timeout_s)
+
+    @property
+    def step_s(self) -> float:
+        """How long statistics have waited for the running step, as far as is known; 0: they do not wait."""
+        return 0.0 if (step := self._step) is None else time.monotonic() - step[1]
 
     def stats(self) -> dict[str, Any]:
         """The engine's statistics, or the last ones where there is no engine, or it hangs in a step. Waits for a step:
@@ -90,8 +106,12 @@ class AsyncEngine:
         """
         engine = self.supervisor.engine
         if engine is not None:
-            with suppress(TimeoutError):
-                self._stats = engine.stats(_STEP_S)
+            step = engine.tokens_computed, time.monotonic()
+            try:
+                self._stats, self._step = engine.stats(_STEP_S), None
+            except TimeoutError:
+                if self._step is None or self._step[0] != step[0]:  # other steps may have taken the lock meanwhile
+                    self._step = step
         return self._stats
 
     async def reopen(self) -> None:
@@ -114,6 +134,7 @@ class AsyncEngine:
         self._adopt(self.engine)
 
     def _adopt(self, engine: Engine) -> None:
+        self._step = None
         self.tokens_max = engine.sequence_tokens_max
         self.reader = Reader(engine, self.served, self._limits)
         self.vocabulary = Vocabulary(engine.tokenizer)

@@ -73,7 +73,7 @@ class Monitor:
                 "now_s": round(now_s, 6),
                 "age_s": round(now_s - seen_s, 6),
                 "stopping": async_engine.stopping,
-                "alive": async_engine.status in ("ok", "stopping"),
+                "alive": async_engine.status in ("ok", "stopping", "hanging"),
                 "max_model_len": async_engine.tokens_max,
                 "choices_open": async_engine.choices_open,
                 "choices_limit": async_engine.max_choices,
