@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import fcntl
 import io
 import json
 import os
@@ -168,6 +169,23 @@ def test_a_disk_that_fills_leaves_the_checkpoint_as_it_was(
     assert torch.equal(logits(model, prompt()), logits(plain("llama"), prompt()))
     with pytest.raises(stowage.ConfigError, match="is a file"):
         model.save_pretrained(copied / "config.json")
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next_one(copied: Path) -> None:
+    (left := copied / ".saving-ki_led90").mkdir()
+    (left / "0.part").write_bytes(b"half of it")
+    mine = copied / ".saving-no_dir00"
+    mine.write_text("no directory")
+    (busy := copied / ".saving-busy0000").mkdir()
+    (new := copied / ".saving-new00000").mkdir()
+    (own := copied / ".saving-of-my-own").mkdir()
+    for path in (left, mine, busy, own):
+        os.utime(path, (1e9, 1e9))
+    lock = os.open(busy, os.O_RDONLY)  # as the process does that saves there now
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    stowage.offload(copied, weights="*=stream").save_pretrained(copied)
+    os.close(lock)
+    assert sorted(copied.glob(".saving-*")) == sorted((own, mine, busy, new))
 
 
 def test_weights_are_read_by_name_right_to_the_bit(placed: tuple[str, Any], plain: Callable[..., Any]) -> None:
