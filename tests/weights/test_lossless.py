@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import stowage
-from stowage.errors import CheckpointError, ConfigError, UnsupportedModelError
+from stowage.errors import CheckpointError, ConfigError, StorageError, UnsupportedModelError
 from stowage.evaluation.pack import Packed, pack_lossless
 from stowage.models import loading
 from stowage.planner.headers import read_tensors
+from stowage.weights import safetensors_file
 from stowage.weights.checkpoint import Checkpoint
 from stowage.weights.lossless import writer
 from stowage.weights.lossless.packed_tensor import FRAME_BYTES, METADATA, PackedTensor
@@ -75,6 +76,21 @@ def test_the_planner_sees_the_tensors_as_they_are_in_memory(
     directory, _ = packed("llama")
     seen, known = ({t.name: (t.dtype, t.shape) for t in read_tensors(d)} for d in (directory, checkpoints("llama")))
     assert seen == known
+
+
+def test_room_is_looked_for_before_anything_is_written(
+    checkpoints: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than it takes: what fits is packed."""
+    source, whole = str(checkpoints("llama")), pack_lossless(str(checkpoints("llama")), tmp_path / "whole").bytes_after
+    real, written = writer._Shard.write, []
+    monkeypatch.setattr(writer._Shard, "write", lambda shard, done: (written.append(shard), real(shard, done)))
+    monkeypatch.setattr(safetensors_file, "free_bytes", lambda _directory: int(whole * 0.8))
+    with pytest.raises(StorageError, match=r"takes .*KiB, and .*KiB are free where .*out.part lies.*another disk"):
+        pack_lossless(source, tmp_path / "out")
+    assert written == [] and [path.name for path in tmp_path.iterdir()] == ["whole"]
+    monkeypatch.setattr(safetensors_file, "free_bytes", lambda _directory: whole)
+    assert pack_lossless(source, tmp_path / "out").bytes_after == whole and len(written) == 1
 
 
 def test_it_is_written_once(packed: Callable[[str], tuple[Path, Packed]], tmp_path: Path) -> None:

@@ -19,12 +19,14 @@ from stowage.core.geometry import ALIGNMENT_BYTES, round_up
 from stowage.errors import CheckpointError, UnsupportedModelError
 from stowage.weights.file import File, safetensors_header
 from stowage.weights.lossless.packed_tensor import FRAME_BYTES, ITEM_BYTES, METADATA
-from stowage.weights.safetensors_file import SafetensorsFile, not_taken
+from stowage.weights.safetensors_file import SafetensorsFile, check_room, not_taken
 
 _LEAST_BYTES: Final = 64 << 10
 """Smaller tensors, norms and biases, stay as they are."""
 _THREADS: Final = 4
 _FRAMES_AT_ONCE: Final = 64
+_SAMPLES: Final = 4
+"""Frames of each tensor that are packed before anything is written: is there room?"""
 
 
 @dataclass(slots=True)
@@ -45,6 +47,11 @@ def write(files: Sequence[Path], source: Path, directory: Path, progress: Callab
     written = Written()
     headers = [_header(path) for path in files]
     count = sum(len(header) - ("__metadata__" in header) for header, _ in headers)
+    try:
+        least = sum(_sampled_bytes(path, *header) for path, header in zip(files, headers, strict=True))
+        check_room(directory, least * 31 // 32, "what is written while this is packed")
+    except OSError as error:
+        raise not_taken(directory, error) from error
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "stowage-pack") as pool:
         for path, (header, data_at) in zip(files, headers, strict=True):
             try:
@@ -67,6 +74,24 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     return header, data_at
 
 
+def _sampled_bytes(path: Path, header: dict[str, Any], data_at: int) -> int:
+    """What the tensors of a shard take packed, by samples: within 1 % most often."""
+    file, found = File.open(path), 0
+    try:
+        for entry in (entry for name, entry in header.items() if name != "__metadata__"):
+            length, begin = _length(entry), data_at + entry["data_offsets"][0]
+            if not _is_large(entry):
+                found += length
+                continue
+            frames = range(0, length, FRAME_BYTES)
+            some = frames[:: -(-len(frames) // _SAMPLES)]
+            raw = [memoryview(_read(file, begin + at, min(FRAME_BYTES, length - at))) for at in some]
+            found += length * sum(_packed(one).nbytes for one in raw) // sum(one.nbytes for one in raw)
+    finally:
+        file.close()
+    return found
+
+
 class _Shard:
     def __init__(
         self, source: Path, path: Path, data_at: int, header: dict[str, Any], pool: ThreadPoolExecutor, written: Written
@@ -87,8 +112,7 @@ class _Shard:
         try:
             kept = []
             for name, entry in sorted(self._tensors.items(), key=lambda each: each[1]["data_offsets"]):
-                large = entry["dtype"] in ITEM_BYTES and _length(entry) >= _LEAST_BYTES
-                if large and self._pack(file, into, name, entry):
+                if _is_large(entry) and self._pack(file, into, name, entry):
                     self._written.packed += 1
                     done()
                 else:
@@ -136,6 +160,10 @@ class _Shard:
             raw = _read(file, begin + at, min(FRAME_BYTES * _FRAMES_AT_ONCE, length - at))
             into.write(raw, into.nbytes + at)
         into.add(name, entry["dtype"], entry["shape"], length)
+
+
+def _is_large(entry: dict[str, Any]) -> bool:
+    return entry["dtype"] in ITEM_BYTES and _length(entry) >= _LEAST_BYTES
 
 
 def _length(entry: dict[str, Any]) -> int:
