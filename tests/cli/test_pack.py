@@ -97,9 +97,10 @@ def test_a_mixed_checkpoint_loses_less_than_4_bits_and_is_one_wherever_it_lies(
 
 
 @pytest.mark.parametrize("bits", ["3", "0", "nan"])
-def test_too_few_bits_are_said_before_anything_is_written(
-    bits: str, call: Stowage, tiny_llama: Path, tmp_path: Path
+def test_too_few_bits_are_said_before_anything_is_scored_or_written(
+    bits: str, call: Stowage, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(perplexity, "measure", lambda *_: pytest.fail("that takes minutes"))
     done = call("pack", tiny_llama, tmp_path / "packed", "--weights", "mixed", "--bits", bits)
     assert done.exit_code == 2
     assert f"--bits {bits} is less than" in done.stderr

@@ -98,6 +98,7 @@ def pack(
     found: Perplexity | None = None
     before = 0.0
     fit: Callable[[Path], Fitted] | None = None
+    size = (_BITS_USUAL if bits is None else bits) if weights == pack.MIXED else None
     with progress_bars(not json) as progress:
         if reads and weights != "int8":
             from stowage.evaluation import calibration
@@ -105,8 +106,7 @@ def pack(
             read = corpus.calibration_text()
             if given is not None:  # one half is scored, and what is fitted to the other comes first
                 scored, read = given[: len(given) // 2], f"{given[len(given) // 2 :]}\n\n{read}"
-            size = _BITS_USUAL if bits is None else bits
-            form = size if weights == pack.MIXED else pack.form_name(weights, group or _GROUP_USUAL)
+            form = pack.form_name(weights, group or _GROUP_USUAL) if size is None else size
             fit = lambda part: calibration.fit(model, limits, read, form, part, progress)  # noqa: E731
 
         if eval_tokens:
@@ -128,7 +128,7 @@ def pack(
                 if not force:
                     perplexity.refuse_lossy(directory, found)
 
-        written = pack.pack(model, directory, weights, group or _GROUP_USUAL, progress, fit, judge, begin)
+        written = pack.pack(model, directory, weights, group or _GROUP_USUAL, progress, fit, judge, begin, size)
     if json:
         print_json(written.as_json() | {"perplexity": found.as_json() if found else None})
     else:

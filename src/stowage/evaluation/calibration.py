@@ -26,7 +26,6 @@ from stowage.config.memory import Memory
 from stowage.engine.memory_budget import weights_budget
 from stowage.errors import ModelError
 from stowage.evaluation import sensitivity
-from stowage.evaluation.sensitivity import is_measured
 from stowage.models import loading
 from stowage.models.state_access import keeper_of
 from stowage.weights.file import pwrite_all
@@ -100,8 +99,7 @@ def fit(
         windows = _windows(loaded, model, text)
         found = list(targets(loaded.model))
         if isinstance(form, float):
-            nothing = {t.path: {f.name: 0.0 for f in sensitivity.forms_of(t)} for t in found if is_measured(t)}
-            sensitivity.chosen(sensitivity.packables(found, nothing), form)  # before what takes long
+            sensitivity.refuse_few(found, form)
         calibration = _Calibration(loaded.model, windows, found, progress)
         if isinstance(form, float):
             fitted.forms = sensitivity.chosen(sensitivity.packables(found, calibration.divergences()), form)

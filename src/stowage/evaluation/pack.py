@@ -24,7 +24,7 @@ from torch import Tensor
 from stowage.config.memory import Memory
 from stowage.core.lossless import is_quick
 from stowage.errors import ConfigError, DirectoryError, ModelError, UnsupportedModelError
-from stowage.evaluation import runs
+from stowage.evaluation import runs, sensitivity
 from stowage.evaluation.calibration import Fitted
 from stowage.models import hub, layout, loading
 from stowage.models.directory import has_tokenizer, part_of
@@ -81,12 +81,13 @@ def pack(
     fit: Callable[[Path], Fitted] | None = None,
     judge: Callable[[Path], None] = lambda _part: None,
     begin: Callable[[], None] = lambda: None,
+    bits: float | None = None,
 ) -> Packed:
     """Write ``model`` to ``directory``, which is new, with its matrices as ``form`` (int4: in groups of ``group``).
     ``fit``: gives those that are fitted to text, and what form each of them has; its bytes lie in the directory that
     it is given meanwhile. Without it ``mixed`` is int4 in groups of 64. ``begin`` is called before all that takes long,
-    when nothing is known against packing. ``judge`` is given what was written before it has its name; nothing of it
-    stays if that raises.
+    when nothing is known against packing, as too few ``bits`` of ``fit`` would be. ``judge`` is given what was written
+    before it has its name; nothing of it stays if that raises.
 
     Raises ConfigError, DirectoryError, CheckpointError, StorageError, UnsupportedModelError, and what ``begin``,
     ``fit`` and ``judge`` raise.
@@ -104,7 +105,11 @@ def pack(
     from stowage.weights.quantized import writer
 
     otherwise = form_name(form, group)
-    _refuse_full(directory, text, files, otherwise, fits=fit is not None)
+    empty = _on_meta(text, files)
+    if empty is not None:
+        _refuse_full(directory, empty, otherwise, fits=fit is not None)
+        if bits is not None:
+            sensitivity.refuse_few(list(targets(empty)), bits)
     begin()
     build = partial(loading.load_model, source, text, "auto", {})
     with _part(directory) as part:
@@ -185,14 +190,18 @@ def _refuse_existing(directory: Path) -> None:
         raise ConfigError(f"{directory} exists, and nothing is overwritten: give another directory, or remove it.")
 
 
-def _refuse_full(directory: Path, part: TextPart, files: Sequence[Path], form: str, *, fits: bool) -> None:
-    """Raises StorageError where the disk has no room for all matrices in ``form``, and for the others as they are.
-    ``fits``: fitted matrices wait on disk, too.
-    """
+def _on_meta(part: TextPart, files: Sequence[Path]) -> Any | None:
+    """The model without its weights; None: its class is not known before it is loaded."""
     try:
-        model = meta_model(part, getattr(torch, dtype_of(part.config, files, "auto")))
-    except UnsupportedModelError:  # a class that is not known before it is loaded
-        return
+        return meta_model(part, getattr(torch, dtype_of(part.config, files, "auto")))
+    except UnsupportedModelError:
+        return None
+
+
+def _refuse_full(directory: Path, model: Any, form: str, *, fits: bool) -> None:
+    """Raises StorageError where the disk has no room for all matrices of ``model`` in ``form``, and for the others as
+    they are. ``fits``: fitted matrices wait on disk, too.
+    """
     found = {target.path: target for target in targets(model)}
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     needed = sum(values.nbytes for name, values in model.state_dict().items() if name not in found and name not in tied)

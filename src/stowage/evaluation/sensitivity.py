@@ -113,6 +113,11 @@ def _steps(
         yield one.path, steps
 
 
+def refuse_few(targets: Sequence[Target], bits: float) -> None:
+    """Raises ConfigError where no forms of ``targets`` take so few ``bits``: before they are measured."""
+    chosen(packables(targets, {t.path: {f.name: 0.0 for f in forms_of(t)} for t in targets if is_measured(t)}), bits)
+
+
 @dataclass(slots=True)
 class Gradients:
     """Squared gradients of a linear layer's outputs: ``tokens`` (tokens,), by position in a window, summed over
