@@ -108,6 +108,13 @@ static void NAME(unpack)(const Linear *job, int64_t n, int64_t k, int64_t end, f
     }
 }
 
+/* With how many rows at most a weight's row is read to its end. Numbers of block formats are better made once for five, where
+ * registers are short. */
+static inline int NAME(rows_that_are_few)(const Linear *job)
+{
+    return LANES == 8 && job->format != PLAIN ? FEW / 2 : FEW;
+}
+
 /* `rows` rows of x, from `row`, against c outputs that are `apart` outputs apart, from n on; inputs [k, k + depth).
  * Weights become numbers in registers, which is quicker than once for all rows in the cache; but for those of four bits
  * and of block formats. */
@@ -134,7 +141,7 @@ static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n,
         shift = bytes[form];
     }
     for (int64_t end = row + rows; row < end; row += 4) {
-        int r = end - row < 4 ? (int)(end - row) : 4, many = rows > FEW && r == 4, most = many ? COLUMNS : 3;
+        int r = end - row < 4 ? (int)(end - row) : 4, many = rows > NAME(rows_that_are_few)(job) && r == 4, most = many ? COLUMNS : 3;
         for (int at = 0; at < c; at += most) {
             int wide = c - at < most ? c - at : most;
             (many ? NAME(many_tiles)[form][wide - 1] : NAME(few_tiles)[form][r - 1][wide - 1])(
@@ -150,11 +157,11 @@ static void NAME(strip)(const Linear *job, int64_t row, int64_t rows, int64_t n,
 static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
 {
     float scratch[SCRATCH * DEPTH] __attribute__((aligned(64)));
-    int columns = job->form == INT4 || job->format != PLAIN ? SCRATCH : LANES == 8 ? 24 : COLUMNS;
+    int columns = job->form == INT4 || job->format != PLAIN ? SCRATCH : LANES == 8 ? 24 : COLUMNS, few = NAME(rows_that_are_few)(job);
     for (int64_t row = 0; row < job->rows; row += PANEL) {
         int64_t rows = job->rows - row < PANEL ? job->rows - row : PANEL;
 #if LANES == 8
-        const Avx2BlockWays *ways = rows <= FEW ? avx2_blocks_of(job, rows) : NULL;
+        const Avx2BlockWays *ways = rows <= few ? avx2_blocks_of(job, rows) : NULL;
         if (ways != NULL) {
             for (int64_t n = begin, count; n < end; n += count) {
                 count = end - n < AVX2_STRIP ? end - n : AVX2_STRIP;
@@ -177,7 +184,7 @@ static void NAME(linear)(const Linear *job, int64_t begin, int64_t end)
             continue;
         }
 #endif
-        if (rows <= FEW) {
+        if (rows <= few) {
             int64_t passes = (end - begin) / 3, apart = rows <= FAR_ROWS ? passes : 1, next = rows <= FAR_ROWS ? 1 : 3;
             for (int64_t n = 0; n < passes; n++)
                 for (int64_t k = 0; k < job->inputs; k += DEPTH)
