@@ -17,6 +17,8 @@ VLLM_NEXT_STAMP := $(VLLM_NEXT)/.installed
 # Test processes: one per core, each needs about 1 GB. JOBS=1 runs the tests in one process.
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 PARALLEL := --numprocesses $(JOBS) --dist worksteal
+# Cases of tests that run in this commit (tests/depth.py), or all.
+TURN := $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 # What needs nothing but the environment. ORDINARY: of families, one for each way to compute, and nothing that is rare.
 ALL_FAMILIES := "not vllm and not sglang and not cuda and not device and not lmeval and not llamacpp and not clients and not browser and not commands and not real"
 ORDINARY := $(ALL_FAMILIES)" and not every_family and not rare"
@@ -69,9 +71,9 @@ demo: $(ENV_STAMP) ## show the main job: a prefix that comes back from disk afte
 		echo "SmolLM2 is not to be had here: the demo asks the small model of this repository instead." >&2
 	$(PY) -m stowage.demo
 
-test: $(ENV_STAMP) ## run the test suite, but for what is rare; BUT=exhaustive leaves out what `make exhaustive` has run
+test: $(ENV_STAMP) ## run the test suite, but for what is rare: of a test's cases a third, other ones each commit; TURN=all runs all
 	$(PY) -m stowage.testing.sim --seeds 200 --complete --jobs $(JOBS)
-	$(PY) -m pytest $(PARALLEL) --durations=40 -m $(ORDINARY)$(if $(BUT)," and not $(BUT)")
+	STOWAGE_TEST_TURN=$(TURN) $(PY) -m pytest $(PARALLEL) --durations=40 -m $(ORDINARY)$(if $(BUT)," and not $(BUT)")
 
 check: static ## formatter, linter, types, layers and the fast tests
 	$(PY) -m pytest $(PARALLEL) -m "not slow and "$(ORDINARY)
@@ -215,8 +217,8 @@ $(BROWSER_STAMP): $(ENV_STAMP) tests/browser/package.json tests/browser/package-
 
 vllm-env: $(VLLM_STAMP) ## create .venv-vllm, where the plugin is tested
 
-vllm: $(VLLM_STAMP) ## test the plugin on a real vLLM, in an environment of its own
-	$(VLLM_VENV)/bin/python -m pytest $(PARALLEL) -m vllm tests/vllm
+vllm: $(VLLM_STAMP) ## test the plugin on a real vLLM, in an environment of its own; TURN=all runs all cases
+	STOWAGE_TEST_TURN=$(TURN) $(VLLM_VENV)/bin/python -m pytest $(PARALLEL) -m vllm tests/vllm
 
 vllm-next: $(VLLM_NEXT_STAMP) ## a part of these tests on vLLM's next release
 	PYTHONPATH=$(VLLM_NEXT) VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -m pytest $(PARALLEL) -m vllm_next tests/vllm

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from stowage import openmp
+from tests.depth import in_turn
 
 _STATE: Final = tempfile.TemporaryDirectory(prefix="stowage-state-")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +19,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only spins
 openmp.wait_briefly()  # as commands do: two threads here, and as many in each other process, are more than the cores
 os.environ["XDG_STATE_HOME"] = _STATE.name  # what is remembered of models: by these tests, of their own
+
+_TURN: Final = os.environ.get("STOWAGE_TEST_TURN", "all")
 
 # Shared machines stall for seconds at a time: an example that is slow once is not a failure.
 settings.register_profile("stowage", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,11 +41,16 @@ settings.load_profile("stowage")
 SECOND_ATTEMPT: Final = frozenset({"cli", "deploy", "docs", "machines", "server", "tiers", "vllm"})
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in SECOND_ATTEMPT:
             item.add_marker(pytest.mark.flaky(reruns=1))
+    if _TURN.isdigit():  # after those that are not asked for are gone
+        run = in_turn([item.nodeid for item in items], int(_TURN))
+        config.hook.pytest_deselected(items=[item for item, runs in zip(items, run, strict=True) if not runs])
+        items[:] = [item for item, runs in zip(items, run, strict=True) if runs]
 
 
 def pytest_collection_finish() -> None:

@@ -1,15 +1,32 @@
-"""How much a run does of tests with many cases: a part of them, or, in `make exhaustive`, all."""
+"""How much a run does of tests with many cases: a part of them, or, in `make exhaustive`, all.
+
+A test's first case runs always. Its others take turns from commit to commit in `make test` and `make vllm`, so that so
+many commits in a row have run all; `TURN=all` runs all at once.
+"""
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Collection, Iterable
 from typing import Any, Final, TypeVar
 
 import pytest
 
 EXHAUSTIVE: Final = os.environ.get("STOWAGE_TEST_EXHAUSTIVE") == "1"
+TURNS: Final = 3
 T = TypeVar("T")
+
+
+def in_turn(names: Iterable[str], turn: int) -> list[bool]:
+    """Of tests, named as ``file::test[case]``, in order: whether each runs in this turn."""
+    seen: set[str] = set()
+    run = []
+    for name in names:
+        test = name.partition("[")[0]
+        run.append(test not in seen or zlib.crc32(name.encode()) % TURNS == turn % TURNS)
+        seen.add(test)
+    return run
 
 
 def few_or_all(few: T, all_of_them: T) -> T:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.depth import mostly_rare
+from tests.depth import TURNS, in_turn, mostly_rare
 
 
 def test_cases_are_named_by_value_by_their_first_value_or_by_id() -> None:
@@ -16,3 +16,19 @@ def test_cases_are_named_by_value_by_their_first_value_or_by_id() -> None:
 def test_a_case_that_is_not_there_is_not_forgotten() -> None:
     with pytest.raises(ValueError, match=r"no case of this test is \['qwen'\]"):
         mostly_rare(["llama", "gemma"], ["llama", "qwen"])
+
+
+NAMES = ["a.py::one", *(f"a.py::many[{case}]" for case in range(60)), "b.py::many[0]", "b.py::many[x[1]]"]
+
+
+def test_the_first_case_runs_always_and_the_others_in_one_turn_each() -> None:
+    turns = [in_turn(NAMES, turn) for turn in range(TURNS)]
+    often = [sum(runs) for runs in zip(*turns, strict=True)]
+    assert [name for name, count in zip(NAMES, often, strict=True) if count == TURNS] == [
+        "a.py::one",
+        "a.py::many[0]",
+        "b.py::many[0]",
+    ]
+    assert set(often) == {1, TURNS}
+    assert all(10 < sum(turn) < 35 for turn in turns)
+    assert in_turn(NAMES, TURNS + 1) == turns[1]
