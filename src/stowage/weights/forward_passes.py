@@ -290,9 +290,10 @@ def _apart(output: Any, weights: Sequence[nn.Parameter]) -> Any:
 
 
 def _copy(view: Tensor) -> Tensor:
-    """With the strides of ``view``, by which kernels are chosen."""
-    memory = torch.empty(0, dtype=view.dtype, device=view.device)
-    return memory.set_(view.untyped_storage().clone(), view.storage_offset(), view.size(), view.stride())
+    """With the strides of ``view``, by which kernels are chosen, of no more of its memory than it shows."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(view.size(), view.stride(), strict=True))
+    shown = view.detach().as_strided((span if view.numel() else 0,), (1,))
+    return shown.clone().as_strided(view.size(), view.stride(), 0)
 
 
 def _refuse_gradients(module: Any, given: Any) -> None:
