@@ -71,7 +71,7 @@ demo: $(ENV_STAMP) ## show the main job: a prefix that comes back from disk afte
 		echo "SmolLM2 is not to be had here: the demo asks the small model of this repository instead." >&2
 	$(PY) -m stowage.demo
 
-test: $(ENV_STAMP) ## run the test suite, but for what is rare: of a test's cases a third, other ones each commit; TURN=all runs all
+test: $(ENV_STAMP) ## run the test suite, but for what is rare: of its slow ones and of cases a third, other ones each commit; TURN=all runs all
 	$(PY) -m stowage.testing.sim --seeds 200 --complete --jobs $(JOBS)
 	STOWAGE_TEST_TURN=$(TURN) $(PY) -m pytest $(PARALLEL) --durations=40 -m $(ORDINARY)$(if $(BUT)," and not $(BUT)")
 

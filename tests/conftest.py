@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in SECOND_ATTEMPT:
             item.add_marker(pytest.mark.flaky(reruns=1))
     if _TURN.isdigit():  # after those that are not asked for are gone
-        run = in_turn([item.nodeid for item in items], int(_TURN))
+        named = [(item.nodeid, item.get_closest_marker("slow") is not None) for item in items]
+        run = in_turn(named, int(_TURN))
         config.hook.pytest_deselected(items=[item for item, runs in zip(items, run, strict=True) if not runs])
         items[:] = [item for item, runs in zip(items, run, strict=True) if runs]
 

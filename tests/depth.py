@@ -1,7 +1,7 @@
 """How much a run does of tests with many cases: a part of them, or, in `make exhaustive`, all.
 
-A test's first case runs always. Its others take turns from commit to commit in `make test` and `make vllm`, so that so
-many commits in a row have run all; `TURN=all` runs all at once.
+A test's first case runs always, if it is not slow. Slow ones and other cases take turns from commit to commit in
+`make test` and `make vllm`, so that so many commits in a row have run all; `TURN=all` runs all at once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ TURNS: Final = 3
 T = TypeVar("T")
 
 
-def in_turn(names: Iterable[str], turn: int) -> list[bool]:
-    """Of tests, named as ``file::test[case]``, in order: whether each runs in this turn."""
+def in_turn(tests: Iterable[tuple[str, bool]], turn: int) -> list[bool]:
+    """Of tests, named as ``file::test[case]``, in order, and whether they are slow: whether each runs in this turn."""
     seen: set[str] = set()
     run = []
-    for name in names:
+    for name, slow in tests:
         test = name.partition("[")[0]
-        run.append(test not in seen or zlib.crc32(name.encode()) % TURNS == turn % TURNS)
+        run.append((test not in seen and not slow) or zlib.crc32(name.encode()) % TURNS == turn % TURNS)
         seen.add(test)
     return run
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -111,6 +112,7 @@ def test_other_pages(kind: int, right: int, pages: int, content: bytes, sealed: 
     one_input(bytes([SEALED_PAGE if sealed else PAGE, kind, right]) + struct.pack("<H", pages) + content)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 8), st.lists(entries(), min_size=1, max_size=2))
 @settings(max_examples=400)
 @example(0, [ENTRY.pack(b"STWC", 1, 0, bytes(32), NAMESPACE, 3, 4096, bytes(24), bytes(16), 3 * PAGE_BYTES)])

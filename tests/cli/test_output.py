@@ -32,6 +32,7 @@ def test_a_full_disk_is_told(arguments: tuple[str, ...], unbuffered: str, tmp_pa
     assert done.stderr == "stowage: stdout takes no more: No space left on device. Write the output somewhere else.\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a file that is always full")
 def test_notes_that_a_full_disk_does_not_take_are_lost(
     tiny_llama: Path, tmp_path: Path, call_process: OwnProcess
@@ -46,6 +47,7 @@ def test_a_pipe_that_nobody_reads_ends_in_silence(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_closed_streams_get_nothing_and_no_file_gets_their_numbers(tiny_llama: Path, tmp_path: Path) -> None:
     disk = f"{tmp_path / 'cache'}:64MiB"
     done = shell('exec "$@" <&- >&-', tmp_path, WORDS[0], tiny_llama, *WORDS[1:], "--disk", disk)

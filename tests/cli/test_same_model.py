@@ -144,6 +144,7 @@ def test_widening_holds_one_layer_at_a_time(tmp_path: Path) -> None:
     assert len(held) == 8 and max(held) <= float32_bytes(model) < float32_bytes(model, at_once=True) / 2
 
 
+@pytest.mark.slow
 def test_without_room_for_float32_it_says_so_and_is_judged_coarsely(
     call: Stowage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +198,7 @@ def hub_cache(path: Path, cache: Path) -> Path:
     return snapshot
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_damaged_file_of_a_hub_cache_is_told(name: str, call: Stowage, tmp_path: Path) -> None:
     """One bit of a weight, and a number of the config: both sides would read the same."""

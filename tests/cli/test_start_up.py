@@ -35,6 +35,7 @@ print(isinstance(sympy.Symbol("x"), sympy.Basic), issubclass(sympy.Symbol, sympy
 """
 
 
+@pytest.mark.slow
 def test_a_command_leaves_compiler_and_symbols_out_and_gives_them_to_who_asks(tiny_llama: Path, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(Path(stowage.__file__).parents[1]), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-c", _RUN.format(model=str(tiny_llama))]

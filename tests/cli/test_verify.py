@@ -31,6 +31,7 @@ def by_verdict(report: Report, tier: str) -> set[str]:
     return {case.verdict for case in report.cases if case.tier == tier}
 
 
+@pytest.mark.slow
 def test_json_has_every_tier_and_reports_what_it_reused(call: Stowage, tiny_llama: Path) -> None:
     result = call("verify", tiny_llama, *FLAGS, "--json", "--seed", "1")
     report = json.loads(result.stdout)
@@ -47,6 +48,7 @@ def test_json_has_every_tier_and_reports_what_it_reused(call: Stowage, tiny_llam
     assert any("after a restart" in case["name"] for case in served)
 
 
+@pytest.mark.slow
 def test_text_is_for_people_and_no_directory_of_a_dead_run_stays(
     call: Stowage, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +106,7 @@ def test_hybrids_pass_with_middle_hits(family: str, tmp_path: Path) -> None:
     assert {case.verdict for case in middles} == {OK}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", mostly_rare(["float32", "bfloat16"], ["bfloat16"]))
 def test_fails_when_loaded_bytes_are_wrong(dtype: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = CpuTransfer.load
@@ -119,6 +122,7 @@ def test_fails_when_loaded_bytes_are_wrong(dtype: str, tiny_llama: Path, monkeyp
     assert by_verdict(report, "device") <= {OK, SHORT}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", mostly_rare(["float32", "bfloat16"], ["float32"]))
 def test_fails_when_it_is_another_model(dtype: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tier changes a bit of what is wrong everywhere."""
@@ -138,6 +142,7 @@ def test_routers_that_choose_other_experts_after_rounding_are_no_other_model(tmp
     assert report.model is not None and report.model.same and report.parity, report.model
 
 
+@pytest.mark.slow
 def test_fails_when_nothing_is_reused(call: Stowage, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(self: TieredStore, keys: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(len(keys), np.uint64), np.full(len(keys), -1, np.int8)
@@ -169,6 +174,7 @@ def test_prompts_that_are_asked_together_come_from_the_tier_though_some_begin_la
     assert report.parity, [case for case in report.cases if case.verdict not in (OK, SHORT)]
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_short_for_every_tier_show_nothing(call: Stowage, tiny_llama: Path) -> None:
     large = ("--kv-cache-memory", "64MiB", "--host-memory", "64MiB", "--block-size", "128")
     result = call("verify", tiny_llama, *large, "--chunk-blocks", "32")
@@ -180,6 +186,7 @@ def test_prompts_that_are_too_short_for_every_tier_show_nothing(call: Stowage, t
     )
 
 
+@pytest.mark.slow
 def test_a_run_can_be_repeated_in_the_same_directory(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
     """What the first run left there is not found by the second, which asks the same prompts."""
     flags = [*FLAGS, "--disk", f"{tmp_path}/kv:64MiB", "--seed", "3", "--json"]

@@ -30,6 +30,7 @@ def own_answers(model: Path, prompts: list[str], tokens: int) -> list[str]:
         return [c.text for c in engine.generate(list(prompts), SamplingParams(max_new_tokens=tokens))]
 
 
+@pytest.mark.slow
 def test_right_answers_are_counted_in_every_run(call: Stowage, tiny_llama: Path, tmp_path: Path) -> None:
     """What the model says by itself is right, anything else is not."""
     prompts = [f"What comes after the number {number}? Think, and say it:" for number in range(4)]

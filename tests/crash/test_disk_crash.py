@@ -75,6 +75,7 @@ def nursery() -> Iterator[Nursery]:
         yield started
 
 
+@pytest.mark.slow
 def test_kill_at_any_moment(tmp_path: Path, nursery: Nursery) -> None:
     chance = random.Random(7)
     found_any = 0

@@ -72,6 +72,7 @@ def says(text: str, parts: list[str]) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_every_message_on_the_page_is_one_of_the_program() -> None:
     known = [text for _, _, text in texts()]
     assert len(messages()) > 30

@@ -328,6 +328,7 @@ def test_packed_weights_and_a_hard_budget(world: Path, tmp_path: Path) -> None:
     assert found[0][0] != found[0][1]
 
 
+@pytest.mark.slow
 def test_published_weights_have_the_answers_of_plain_ones(tmp_path: Path) -> None:
     """Those that others quantised, and a GGUF file's, whose queries and keys lie otherwise: wherever they lie."""
     method = {"quant_method": "fp8", "weight_block_size": [128, 128]}

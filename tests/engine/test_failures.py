@@ -288,6 +288,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_killed_process_leaves_nothing_but_its_store(engines, references, checkpoints, tmp_path):
     """F5: after ``kill -9`` a restart finds what was stored, and there is nothing in shared memory."""
     before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()

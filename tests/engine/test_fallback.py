@@ -37,6 +37,7 @@ def ask(engine, references, family, prompt=PROMPT, salt=""):
     return {tier: tokens for tier, tokens in completion.reused_tokens.items() if tokens}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", mostly_rare(BOTH, ["deepseek_v32"]))
 def test_a_checkpoint_with_disk(family, engines, references, tmp_path):
     """Tenants apart; part of a prompt from host; all of it from disk after a restart; damaged, it is computed anew."""
@@ -66,6 +67,7 @@ def test_a_checkpoint_with_disk(family, engines, references, tmp_path):
     assert engine.stats()["store"]["disk.corrupt"] > 0
 
 
+@pytest.mark.slow
 def test_clients_get_on_in_turns(engines, references):
     """Each step computes a token of everybody; one who leaves is not waited for; pieces are as small as asked."""
     engine = engines("deepseek_v4", max_num_seqs=4)
@@ -115,6 +117,7 @@ def test_longer_than_the_device(engines, references):
     assert engine.stats()["engine"]["blocks_moved_out"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", mostly_rare(BOTH, ["deepseek_v4"]))
 def test_the_same_bits(family):
     """``deterministic``: at once, or in pieces beside another prompt, or with a part from host memory."""

@@ -21,6 +21,7 @@ def test_cases_are_played_again() -> None:
     assert str(draw(7)) == str(draw(7)) != str(draw(8))
 
 
+@pytest.mark.slow
 def test_nothing_differs(tmp_path: Path) -> None:
     total = 0
     for seed in range(4):
@@ -30,6 +31,7 @@ def test_nothing_differs(tmp_path: Path) -> None:
     assert total > 1000
 
 
+@pytest.mark.slow
 def test_capped_scores_are_compared_with_capped_ones(tmp_path: Path) -> None:
     """torch's own attention, which Transformers takes by itself, leaves the cap out."""
     outcome = run(draw(93), tmp_path)

@@ -110,6 +110,7 @@ def test_what_opens_a_model(opened: Any, tmp_path) -> None:
             named(caught.value, name, value)
 
 
+@pytest.mark.slow
 def test_prefix_cache(tmp_path) -> None:
     model = tiny_models.build("llama").eval()
     settings = [item.name for item in fields(Memory)]

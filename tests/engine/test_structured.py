@@ -145,6 +145,7 @@ def test_any_json_object(opened):
             assert isinstance(json.loads(completion.text), dict)
 
 
+@pytest.mark.slow
 def test_it_depends_on_the_request_alone_and_changes_nothing_that_is_kept(engines):
     """The same tokens alone, in a batch of others, after preemption; and its prompt is reused by one without."""
     roomy, tight = engines("llama", host_memory="32MiB"), small_pool(engines, "llama", host_memory="32MiB")

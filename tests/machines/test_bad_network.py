@@ -75,6 +75,7 @@ def test_a_cut_link(kind: str, store: Open, start: Start, network: Network, alon
         machine.close()
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_in_the_middle_of_a_load(store: Open, start: Start, network: Network, alone) -> None:
     """And for a moment only: what has come is used or not, and the rest is computed."""
     shared = store("valkey")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,6 +88,7 @@ class World:
                 assert fetch.sources[pair].tolist() == [source if slot >= 0 else -1 for slot, source in came_from]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_fetches_get_what_they_wait_for(data: st.DataObject) -> None:

@@ -115,6 +115,7 @@ def test_what_a_policy_keeps_does_not_grow(name: str) -> None:
     arena.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_rare(IN_PYTHON, ["cost", "lru"]))
 def test_the_work_per_prompt_does_not_grow_with_the_slots(name: str) -> None:
     """Counted, not timed: how many elements are touched that came out of the policy's arrays, with 200 and 3,200."""

@@ -146,6 +146,7 @@ def test_stop_sequences_and_beginnings(client: openai.OpenAI, server: Server) ->
     assert claude(server, messages=begun).json()["content"][0]["text"] == chat.choices[0].message.content
 
 
+@pytest.mark.slow
 def test_calls_in_messages(client: openai.OpenAI, server: Server) -> None:
     options: dict[str, Any] = {"messages": [{"role": "user", "content": ASKED}], "tools": [CLAUDES], "max_tokens": 200}
     options |= {"tool_choice": {"type": "tool", "name": "weather"}, "temperature": 1.0, "seed": 3, "ignore_eos": False}

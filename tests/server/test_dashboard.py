@@ -113,6 +113,7 @@ def test_every_part_is_in_the_package() -> None:
 # numbers
 
 
+@pytest.mark.slow
 def test_every_number_is_that_of_the_metrics(server: Server) -> None:
     """After hits on the device, the host and the disk, with several choices, and streams."""
     prompts = [random_prompt(300, seed=n) for n in range(12)]

@@ -135,6 +135,7 @@ def test_a_step_that_hangs(tiny_llama, monkeypatch: pytest.MonkeyPatch) -> None:
             asking.join(60)
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_longer_than_requests_may_take_is_told_by_health(
     tiny_llama, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def _refuses(url: str) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_what_was_computed_is_on_disk_afterwards(start, tmp_path: Path) -> None:
     flags = ["--host-memory", "32MiB", "--disk", f"{tmp_path / 'cache'}:256MiB"]
     prompts = [random_prompt(1500, seed=n) for n in range(6)]
@@ -181,6 +182,7 @@ app(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_an_engine_that_has_failed_ends_the_server(tiny_llama, tmp_path) -> None:
     """With a status on which supervisors start it anew, unlike that of wrong use."""
     arguments = ["serve", str(tiny_llama), "--host", "127.0.0.1", "--port", "0", "--json", "--kv-cache-memory", "8MiB"]

@@ -70,6 +70,7 @@ def test_a_wrong_key(guarded: Server) -> None:
     assert top(guarded.url, key="").stderr.count("wants an API key") == 1
 
 
+@pytest.mark.slow
 def test_live_in_a_terminal(start) -> None:
     """It says when the server has gone, looks again when there is one, and ends with Ctrl-C."""
     server = start("--host-memory", "1MiB")

@@ -162,6 +162,7 @@ PLANTS = [
 ]
 
 
+@pytest.mark.slow
 def test_12_worlds_hold_every_promise() -> None:
     for seed in range(12):
         simulate(seed)

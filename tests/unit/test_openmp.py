@@ -74,6 +74,7 @@ def test_the_environment_has_the_last_word(environment, expected):
     assert said(program, **environment) == expected
 
 
+@pytest.mark.slow
 def test_it_is_too_late_once_torch_is_loaded():
     assert said("import torch; openmp.wait_briefly(); print(json.dumps(openmp.waits_briefly()))") is False
 
@@ -110,6 +111,7 @@ print(json.dumps(team()))
     assert said(program) == 0
 
 
+@pytest.mark.slow
 @gnu
 @pytest.mark.parametrize(("spins", "teams"), mostly_rare([("1000", [0, 0]), ("300000", [1, 1])], ["1000"]))
 def test_only_the_engine_has_a_team(spins, teams, tmp_path):

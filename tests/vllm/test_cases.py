@@ -22,6 +22,7 @@ UNEQUAL = replace(
 ALIGNMENT = 4096
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "family", "more", "spec"),
     [
@@ -93,6 +94,7 @@ def refused(directory: Path, host: str | None, message: str) -> None:
         Engine(directory, FULL, host=host)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fields", "chunk_blocks"),
     [("gemma3", {"sliding_window": 48}, 4), ("llama4", {"attention_chunk_size": 96}, 5)],

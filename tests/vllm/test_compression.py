@@ -10,6 +10,7 @@ from tests.vllm.conftest import Start
 from tests.vllm.oracle import connector, prompt, prove
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-bf16", "qwen3_next"])
 def test_packed_prefixes_come_back_exactly(name: str, start: Start, tmp_path: Path) -> None:
     settings = connector("24MiB", tmp_path / "cache", host_packed="80%", compression="on")

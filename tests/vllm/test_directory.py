@@ -34,6 +34,7 @@ def flip_bytes(directory: Path) -> int:
     return flipped
 
 
+@pytest.mark.slow
 def test_another_interpreter_after_a_kill(start: Start, tmp_path: Path) -> None:
     """Nothing is shared but the directory: not the hash seed, and nobody closed anything."""
     first = start("llama", connector(disk=tmp_path / "cache"))
@@ -46,6 +47,7 @@ def test_another_interpreter_after_a_kill(start: Start, tmp_path: Path) -> None:
     assert external.distance(local) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_two_servers_share_a_directory(name: str, start: Start, tmp_path: Path) -> None:
     """Each finds what the other has stored since it started."""
@@ -65,6 +67,7 @@ def test_two_servers_share_a_directory(name: str, start: Start, tmp_path: Path) 
         assert reader.hits("disk") > 0
 
 
+@pytest.mark.slow
 def test_models_never_meet(start: Start, engines: Engines, tmp_path: Path) -> None:
     """Other weights of the same shapes find nothing; the same weights in another place do."""
     setting = connector(disk=tmp_path / "cache")
@@ -80,6 +83,7 @@ def test_models_never_meet(start: Start, engines: Engines, tmp_path: Path) -> No
     assert again.generate(TOKENS).external == stored(again)
 
 
+@pytest.mark.slow
 def test_salts_never_meet(start: Start, tmp_path: Path) -> None:
     """Of two tenants of one server, and after a restart."""
     setting = connector(disk=tmp_path / "cache")
@@ -96,6 +100,7 @@ def test_salts_never_meet(start: Start, tmp_path: Path) -> None:
     assert again.generate(TOKENS, salt="one").external == stored(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
 def test_a_corrupted_directory(name: str, start: Start, tmp_path: Path) -> None:
     """Case F1: the same answer, computed; counted; and repaired by the next store."""
@@ -114,6 +119,7 @@ def test_a_corrupted_directory(name: str, start: Start, tmp_path: Path) -> None:
     assert third.generate(TOKENS).external == stored(third)
 
 
+@pytest.mark.slow
 def test_a_full_disk(start: Start, tmp_path: Path) -> None:
     """Case F4: 40 MiB under a limit of 256. It costs hits; all is answered, and what host memory has is found."""
     (tmp_path / "small").mkdir()
@@ -134,6 +140,7 @@ def test_a_full_disk(start: Start, tmp_path: Path) -> None:
     engine.ask("check")
 
 
+@pytest.mark.slow
 def test_the_limit_holds(start: Start, tmp_path: Path) -> None:
     """64 MiB of disk and 8 of host memory while 60 are written: never more, and the newest are found."""
     cache = tmp_path / "cache"
@@ -148,6 +155,7 @@ def test_the_limit_holds(start: Start, tmp_path: Path) -> None:
     engine.ask("check")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_in_shared_memory(start: Start, engines: Engines, tmp_path: Path) -> None:
     """Case F5: after a kill and a restart, and after an orderly end."""
     before = engines.shared_memory()

@@ -28,6 +28,7 @@ def is_accepted(answer: Answer, drafts: Any) -> bool:
     return len(drafts) < len(answer.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "name"), METHODS, ids=["-".join(pair) for pair in METHODS])
 def test_hits_of_an_engine_that_drafts(method: str, name: str, start: Start, engines: Engines, tmp_path: Path) -> None:
     """Log-probabilities and drafts are those of a plain vLLM's own hit of the same length. (By default it drops the

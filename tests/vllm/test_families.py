@@ -16,6 +16,7 @@ LIKE_LLAMA = {"llama-bf16", "qwen3", "mixtral", "qwen3_moe"}
 """One cache group of full attention, as Llama has."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMABLE)
 def test_prefixes_come_back_exactly(name: str, start: Start, tmp_path: Path) -> None:
     """From host memory, and after a restart from disk, with nothing left on the device."""
@@ -33,6 +34,7 @@ def test_prefixes_come_back_exactly(name: str, start: Start, tmp_path: Path) -> 
     again.ask("check")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RESUMABLE if name not in LIKE_LLAMA])
 def test_hits_in_the_middle(name: str, start: Start) -> None:
     """Case F10: a prompt that shares 80 % of a stored one. Held against an unmodified vLLM that keeps every state and
@@ -53,6 +55,7 @@ def test_hits_in_the_middle(name: str, start: Start) -> None:
     assert external.distance(local) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RESUMABLE if FAMILIES[name].recurrent])
 def test_states_where_prompts_part(name: str, start: Start) -> None:
     """With vLLM's usual steps a whole prompt is one step, and leaves one state. The second prompt with a prefix keeps a
@@ -75,6 +78,7 @@ def forget(engine: Engine) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4", "qwen3_next"])
 def test_what_was_generated_is_stored_too(name: str, start: Start) -> None:
     """The next turn of a conversation: the prompt and the answer before it are hits."""
@@ -91,6 +95,7 @@ def test_what_was_generated_is_stored_too(name: str, start: Start) -> None:
     assert local.tokens == external.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
 def test_chunks_of_several_blocks(name: str, start: Start, tmp_path: Path) -> None:
     """Blocks of 32 tokens, case D: windows end inside of a chunk, and begin in the middle of one."""

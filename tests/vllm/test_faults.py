@@ -10,6 +10,7 @@ from tests.vllm.oracle import Engine, assert_comes_back, connector, prompt, prov
 KINDS = ["llama", "gemma3", "gemma4", "qwen3_next", "lfm2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_copies_that_lie_and_copies_that_fail(name: str, start: Start) -> None:
     """One engine, a prompt of its own for each."""

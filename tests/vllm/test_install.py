@@ -37,6 +37,7 @@ def requirements(texts: list[str]) -> dict[str, SpecifierSet]:
     }
 
 
+@pytest.mark.slow
 def test_the_connector_imports_nothing_more() -> None:
     told = subprocess.run(
         [sys.executable, "-c", IMPORTED],

@@ -71,6 +71,7 @@ OTHERS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ours_first", [True, False], ids=["ours-first", "ours-second"])
 @pytest.mark.parametrize(("other", "name"), [("offloading", "llama"), ("offloading", "gemma3"), ("lmcache", "llama")])
 def test_beside_another_that_offloads(other: str, name: str, ours_first: bool, start: Start) -> None:
@@ -121,6 +122,7 @@ def fails_in_ours(engine: Engine, forget: Callable[[], None], *, ours_first: boo
     engine.ask("check")
 
 
+@pytest.mark.slow
 def test_a_second_engine_in_one_process(start: Start) -> None:
     """As plain vLLM: its series take the place of the first one's."""
     engine = start("llama", connector(), fresh=True)
@@ -141,6 +143,7 @@ def example(directory: Path, role: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ours", ["prefiller", "decoder", "both"])
 def test_a_prompt_is_prefilled_by_one_engine_and_decoded_by_another(ours: str, start: Start, tmp_path: Path) -> None:
     """With Stowage below one of them or both, before the transport or behind it: the same numbers as a plain hit."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.vllm.conftest import Start
 from tests.vllm.oracle import connector, prompt
 
 
+@pytest.mark.slow
 def test_a_prompt_of_one_engine_is_a_hit_of_the_other(start: Start, tmp_path: Path) -> None:
     """With the log-probabilities of plain vLLM's own hit; also when the first one was killed in between."""
     plain = start("gemma3")

@@ -15,6 +15,7 @@ from tests.vllm.child import FULL, HYBRID, KEPT, MLA, Run
 from tests.vllm.oracle import prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "kv_heads", "division", "copies"),
     [
@@ -62,6 +63,7 @@ def _shares(engine: Any, rank: Any) -> Sequence[Any]:
     return shares
 
 
+@pytest.mark.slow
 def test_each_rank_its_own_when_asked_for(run: Run) -> None:
     run(its_own)
 
@@ -83,6 +85,7 @@ def its_own(directory: Path) -> None:
         one.close()
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_are_noticed_before_anything_is_found(run: Run) -> None:
     """Should a model hold other latents on each rank, no request ever loads one."""
     run(differ)
@@ -104,6 +107,7 @@ def differ(directory: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_that_fails_to_store_its_part(number: int, run: Run) -> None:
     """The other's part alone is never found; computed again, both are."""
@@ -132,6 +136,7 @@ def fails(directory: Path, number: int) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "kv_heads", "writer", "readers"),
     [
@@ -172,6 +177,7 @@ def across(
     apart.close()
 
 
+@pytest.mark.slow
 def test_damage_and_layouts_that_show_no_heads(run: Run) -> None:
     run(damaged)
 

@@ -31,6 +31,7 @@ LONGROPE = Family(
 )
 
 
+@pytest.mark.slow
 def test_rope_for_short_and_for_long_prompts_never_meet(start: Start, tmp_path: Path) -> None:
     """vLLM takes LongRoPE's short factors where no prompt can be longer than the original length."""
     setting = connector(disk=tmp_path / "cache")
@@ -134,6 +135,7 @@ def test_weights_in_a_file_are_named_by_all_that_it_is_split_over(tmp_path: Path
     assert _weights(model, loading) != _weights(model, loading)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["MEAN", "CLS"])
 def test_pooling_of_all_hidden_states_is_refused(pooling: str, start: Start) -> None:
     """vLLM ends the engine where a part of such a prompt is not computed."""

@@ -21,6 +21,7 @@ ROUNDING = 1e-3
 """Sums are rounded otherwise with another number of ranks. A wrong byte changes log-probabilities by more than 0.1."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILY)
 def test_chunks_of_two_ranks_come_back_to_two_and_to_one(name: str, run: Run, tmp_path: Path) -> None:
     """At the same size with vLLM's own log-probabilities to the bit, stored once; at another with the same bytes."""

@@ -19,6 +19,7 @@ UNEVEN = ["full", "sliding", "sliding", "sliding"]
 KINDS = {"full": FULL, "hybrid": HYBRID, "uneven": UNEVEN}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", KINDS)
 def test_every_rank_gets_its_own_bytes_back(kinds: str, run: Run) -> None:
     run(comes_back, kinds)
@@ -41,6 +42,7 @@ def comes_back(directory: Path, kinds: str) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["full", "hybrid"])
 def test_a_rank_that_fails(kinds: str, run: Run) -> None:
     """Each of the four in turn: its load, and its store."""
@@ -73,6 +75,7 @@ def one_fails(directory: Path, kinds: str) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_rank_whose_report_is_late_or_lost(run: Run) -> None:
     """A chunk is found when the last rank has told that its part is written, and not before."""
     run(late_reports)
@@ -100,6 +103,7 @@ def late_reports(directory: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 3])
 def test_a_rank_that_is_slow_to_load(number: int, run: Run) -> None:
     """Three have loaded, one has not: the request waits, others compute. Aborted, it keeps blocks until the last."""
@@ -144,6 +148,7 @@ def _wait(event: threading.Event) -> None:
     assert event.wait(600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", KINDS)
 def test_little_room(kinds: str, run: Run) -> None:
     """Preemptions, aborts and copies that fail, with two batches in flight, on a device that holds three of ten."""

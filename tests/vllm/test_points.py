@@ -23,6 +23,7 @@ def engine_of(start: Start, name: str, transfer: dict[str, Any] | None = None) -
     return start(f"{name}-long", transfer, family=dataclasses.replace(FAMILIES[name], fields=fields), **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kept"),
     [

@@ -43,6 +43,7 @@ def preemptions(engine: Engine) -> float:
     return sum(value for name, value in metrics.items() if name.startswith("vllm:num_preemptions_total"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_preemption(name: str, start: Start, tmp_path: Path) -> None:
     """Answers that outgrow the device: some requests lose their blocks and are resumed from host memory."""
@@ -56,6 +57,7 @@ def test_preemption(name: str, start: Start, tmp_path: Path) -> None:
     prove(engine, prompt(700, seed=9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_sixteen_at_once(name: str, start: Start, tmp_path: Path) -> None:
     """On a device that holds two or three of them; then again, with everything in host memory and on disk."""
@@ -74,6 +76,7 @@ def test_sixteen_at_once(name: str, start: Start, tmp_path: Path) -> None:
     assert engine.counted("loads_failed") == 0
 
 
+@pytest.mark.slow
 def test_recurrent_states_under_pressure(start: Start, tmp_path: Path) -> None:
     """Its numbers depend on the batch in bfloat16; that it ends, frees all and is exact afterwards does not."""
     engine = start("qwen3_next", connector("2MiB", tmp_path / "cache"), num_gpu_blocks_override=40, max_num_seqs=8)

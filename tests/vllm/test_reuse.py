@@ -25,6 +25,7 @@ def seen(engine: Engine, first: list[int], again: list[int], *, load: bool) -> A
     return engine.generate(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [("llama", {}), ("gemma3", {}), ("qwen3_5", {}), ("qwen3_5", {"prefix_match_unit": UNIT})],

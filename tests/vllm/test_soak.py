@@ -45,6 +45,7 @@ class Conversations:
         return self._known[key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), [("llama", 0), ("gemma3", 1), ("gpt_oss", 2)])
 def test_anything_in_any_order(name: str, seed: int, start: Start, tmp_path: Path) -> None:
     """In float32, so that an answer does not depend on the batch; 2 MiB of host memory, and disk."""

@@ -20,6 +20,7 @@ from tests.vllm.oracle import Engine, Engines, connector, prompt, prove
 TOKENS = prompt(700)
 
 
+@pytest.mark.slow
 def test_weights_that_are_reloaded(start: Start, engines: Engines, tmp_path: Path) -> None:
     """vLLM's reset alone, which leaves connectors as they are, is not enough to go on; one with connectors is, before
     the change or after it. Other engines find nothing of the new weights.

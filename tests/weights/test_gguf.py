@@ -114,6 +114,7 @@ def test_an_engine_answers_as_on_the_dequantised_checkpoint_to_the_bit(kinds: st
     assert names >= {kind.name for kind in chosen} - {"BF16", "MXFP4"}, "computed from as they lie"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"),
     mostly_rare(

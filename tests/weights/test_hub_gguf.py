@@ -188,6 +188,7 @@ def ran(environment: dict[str, str], *command: str) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_file_that_is_named_is_downloaded_once_and_answers(hub: tuple[dict[str, str], list[str]]) -> None:
     environment, asked = hub
     name = "org/tiny-GGUF:Q8_0"

@@ -91,6 +91,7 @@ def test_fitted_matrices_change_answers_less(checkpoints: Callable[..., Path], t
     assert errors[0] < 0.9 * errors[1]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_what_a_family_writes_to_is_fitted_as_it_was(tmp_path: Path) -> None:
     """RWKV divides weights of its deeper layers by powers of two when it first computes."""

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from stowage.testing import tiny_models
 from tests.nursery import QUICKLY
 
@@ -41,6 +43,7 @@ with Engine(directory, memory) as engine:
 """
 
 
+@pytest.mark.slow
 def test_an_engine_never_takes_more_than_its_budgets(tmp_path: Path) -> None:
     """Weights are larger than the device, more prompts fill the pool than fit, and the arena what they leave.
 

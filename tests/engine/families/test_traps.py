@@ -138,6 +138,7 @@ def test_weights_that_a_model_would_halve():
     run(world, random_prompt(40), random_prompt(33))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["", "int8", "int4"])
 def test_weights_that_a_model_would_halve_packed_and_wherever_they_lie(form, tmp_path):
     """RWKV divides some at its first forward: they stay as they lie, packed too, and answers are the same to the bit,
