@@ -45,7 +45,6 @@ def test_batches_and_reuse(family, tmp_path):
     check_batches_and_reuse(World(family), tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("before", [False, True], ids=["gated first", "normed first"])
 def test_a_norm_that_mixes_up_the_sequences_of_a_batch(before, tmp_path):
     """Falcon-H1's, up to Transformers 5.17: there ``generate()`` fails with two prompts."""
