@@ -79,8 +79,8 @@ def test_a_directory_that_another_run_takes_for_a_left_one_is_not_used(
                 with runs.temporary_directory():
                     pass
 
-    def making(prefix: str) -> str:
-        made.append(Path(make(prefix=prefix)))
+    def making(**given: Any) -> str:
+        made.append(Path(make(**given)))
         other_run(1, made)
         return str(made[-1])
 

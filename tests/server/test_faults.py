@@ -11,6 +11,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,6 +112,21 @@ def test_an_engine_that_stops(here: Here, engine: Engine, caplog: pytest.LogCapt
     assert any("the engine stopped" in record.message for record in caplog.records)
 
 
+@contextmanager
+def hanging(engine: Engine, url: str) -> Iterator[tuple[threading.Thread, threading.Event]]:
+    """Context: a step that hangs, until the end or the event; the thread asked for it."""
+    hangs, goes_on, real = threading.Event(), threading.Event(), engine.parts.runner.run
+    engine.parts.runner.run = lambda work: (hangs.set(), goes_on.wait(60), real(work))[2]  # type: ignore[method-assign]
+    asking = threading.Thread(target=lambda: httpx.post(url + TEXT, json=SHORT, timeout=60))
+    asking.start()
+    try:
+        assert hangs.wait(60)
+        yield asking, goes_on
+    finally:
+        goes_on.set()
+        asking.join(60)
+
+
 def test_a_step_that_hangs(tiny_llama, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where weights are on a disk that does. Metrics are those from before it, and no thread keeps a process that is
     told to end.
@@ -118,21 +134,13 @@ def test_a_step_that_hangs(tiny_llama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "_STEP_S", 0.2)
     before = set(threading.enumerate())
     with Engine(tiny_llama, Memory(kv_cache_memory="8MiB")) as engine:
-        here, hangs, goes_on = Here(engine), threading.Event(), threading.Event()
-        real = engine.parts.runner.run
-        engine.parts.runner.run = lambda work: (hangs.set(), goes_on.wait(60), real(work))[2]  # type: ignore[method-assign]
-        asking = threading.Thread(target=lambda: httpx.post(here.url + TEXT, json=SHORT, timeout=60))
-        asking.start()
-        try:
-            assert hangs.wait(60)
+        here = Here(engine)
+        with hanging(engine, here.url) as (asking, _):
             page = httpx.get(here.url + "/metrics", timeout=20)
             assert page.status_code == 200 and "stowage_tokens_computed_total 0.0" in page.text
             here.stop()
             left = set(threading.enumerate()) - before - {asking}
             wait_until(lambda: not any(thread.is_alive() and not thread.daemon for thread in left), "threads ended", 20)
-        finally:
-            goes_on.set()
-            asking.join(60)
 
 
 @pytest.mark.slow
@@ -143,13 +151,8 @@ def test_a_step_that_hangs_longer_than_requests_may_take_is_told_by_health(
     monkeypatch.setattr(async_engine, "_STEP_S", 0.1)
     monkeypatch.setattr(async_engine, "_HANGS_S", 0.0)
     with Engine(tiny_llama, Memory(kv_cache_memory="8MiB")) as engine:
-        here, hangs, goes_on = Here(engine, request_timeout_s=3), threading.Event(), threading.Event()
-        real = engine.parts.runner.run
-        engine.parts.runner.run = lambda work: (hangs.set(), goes_on.wait(60), real(work))[2]  # type: ignore[method-assign]
-        asking = threading.Thread(target=lambda: httpx.post(here.url + TEXT, json=SHORT, timeout=60))
-        asking.start()
-        try:
-            assert hangs.wait(60)
+        here = Here(engine, request_timeout_s=3)
+        with hanging(engine, here.url) as (_, goes_on):
             assert httpx.get(here.url + "/health").json() == {"status": "ok"}
             wait_until(lambda: httpx.get(here.url + "/health").status_code == 503, "that it hangs")
             told = httpx.get(here.url + "/health").json()
@@ -157,10 +160,7 @@ def test_a_step_that_hangs_longer_than_requests_may_take_is_told_by_health(
             assert httpx.get(here.url + "/v1/stowage/state").json()["server"]["alive"] is True
             goes_on.set()
             wait_until(lambda: httpx.get(here.url + "/health").json() == {"status": "ok"}, "that it goes on")
-        finally:
-            goes_on.set()
-            asking.join(60)
-            here.stop()
+        here.stop()
 
 
 def test_steps_that_end_are_not_one_that_hangs() -> None:

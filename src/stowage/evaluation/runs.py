@@ -5,13 +5,10 @@ Owns the settings of a run without offloading, and the bounds within which two r
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +17,11 @@ from stowage.config.memory import Memory, ram_total_bytes
 from stowage.engine.engine import Engine
 from stowage.engine.request import Completion
 from stowage.errors import ConfigError
+from stowage.weights.scratch_directory import scratch_directory
 
 HOST_BYTES = 1 << 30
 DISK_BYTES = 2 << 30
 FLUSH_TIMEOUT_S = 120.0
-_PREFIX = "stowage-verify-"
 _TOLERANCE = {"float32": 1e-3}
 _TOLERANCE_HALF = 0.25  # in 16 bits a token's logits depend on how many tokens were computed together
 _OFF: dict[str, dict[str, Any]] = {
@@ -62,48 +59,9 @@ def with_only(memory: Memory, tier: str) -> Memory:
     return replace(memory, **off)
 
 
-@contextmanager
-def temporary_directory() -> Iterator[Path]:
+def temporary_directory() -> AbstractContextManager[Path]:
     """A directory that is removed at the end, together with those that killed runs of this user left behind."""
-    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError), _locked(old) as mine:
-            if mine:
-                shutil.rmtree(old, ignore_errors=True)
-    directory, descriptor = _own_directory()
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _own_directory() -> tuple[Path, int]:
-    """A new directory and the descriptor of its lock. A directory that is not locked counts as left behind."""
-    while True:
-        directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        try:
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            continue
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if directory.exists():
-            return directory, descriptor
-        os.close(descriptor)
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
-    """Hold the lock of a directory of this user; False where it is somebody else's, or in use. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        mine = os.fstat(descriptor).st_uid == os.geteuid()
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            mine = False
-        yield mine
-    finally:
-        os.close(descriptor)
+    return scratch_directory(Path(tempfile.gettempdir()), "stowage-verify-*")
 
 
 @contextmanager

@@ -68,7 +68,7 @@ class Gradients:
     def know(self, unit: int, views: Sequence[Tensor]) -> None:
         """``views`` are the weights of ``unit``, delivered now."""
         for number, view in enumerate(views):
-            storage = view.untyped_storage()._cdata
+            storage = storage_of(view)
             self._numbers[storage] = unit, number
             if storage not in self._counts:
                 self._counts[storage] = torch._C._storage_Use_Count(storage)
@@ -76,7 +76,7 @@ class Gradients:
     def check(self, unit: int, views: Sequence[Tensor]) -> None:
         """Raises ModelError when something still refers to the memory of ``views``."""
         for view in views:
-            storage = view.untyped_storage()._cdata
+            storage = storage_of(view)
             if torch._C._storage_Use_Count(storage) > self._counts.get(storage, 1 << 30):
                 raise ModelError(
                     f"a module of this model (of unit {unit}) keeps a weight for its backward pass by itself, for "

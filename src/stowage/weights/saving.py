@@ -8,14 +8,9 @@ there is removed by the next one that saves to the same directory.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import re
-import shutil
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -28,10 +23,13 @@ from stowage.core.geometry import round_up
 from stowage.errors import ConfigError, UnsupportedModelError
 from stowage.weights.quantized.modules import is_packed
 from stowage.weights.safetensors_file import SafetensorsFile, check_room, not_taken
+from stowage.weights.scratch_directory import scratch_directory
 
 Read = Callable[[str], Tensor]
 """Returns a copy of a parameter or buffer in host memory, given its name."""
 
+_SCRATCH: Final = ".saving-????????"
+"""As mkdtemp names them: what else begins so is somebody's own."""
 _LOCKED_WITHIN_S: Final = 60.0
 """A directory is locked by who made it within this time; more than it takes."""
 _SHARD_BYTES: Final = "50GB"
@@ -56,7 +54,7 @@ def save(model: Any, read: Read, plain: Callable[..., None], directory: str | os
         raise ConfigError(f"{target} is a file, and a model is saved into a directory: give another name.")
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with _aside(target) as aside:
+        with scratch_directory(target, _SCRATCH, _LOCKED_WITHIN_S) as aside:
             plain(aside, state_dict={}, **options)
             for file in aside.glob("*.safetensors*"):
                 file.unlink()
@@ -67,38 +65,6 @@ def save(model: Any, read: Read, plain: Callable[..., None], directory: str | os
             _name(aside, target, variant)
     except OSError as error:
         raise not_taken(target, error, "the model", "What was there before is still there.") from error
-
-
-@contextlib.contextmanager
-def _aside(target: Path) -> Iterator[Path]:
-    """Context: a new directory in ``target``, locked, removed at the end. Those that killed processes left are removed
-    first: nobody has locked them. Raises OSError.
-    """
-    for left in target.glob(".saving-????????"):  # as mkdtemp names them
-        with contextlib.suppress(FileNotFoundError), _locked(left) as is_left:
-            if is_left and time.time() - left.stat().st_mtime > _LOCKED_WITHIN_S:
-                shutil.rmtree(left, ignore_errors=True)
-    aside = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
-    with _locked(aside):
-        try:
-            yield aside
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
-    """Context: whether this process has locked ``directory``. Where file systems lock no directories it never has."""
-    descriptor, locked = -1, False
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = True
-    try:
-        yield locked
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 def _refuse(model: Any, options: Mapping[str, Any]) -> None:
