@@ -31,7 +31,8 @@ MODEL = ROOT / ".real-model" / "SmolLM2-135M-Instruct"
 PROMPTS = int(os.environ.get("REAL_PROMPTS") or 32)
 DEVICE = os.environ.get("REAL_DEVICE") or "cpu"
 SHARES = {"bfloat16": 1, "float32": 4, "float16": 8}
-"""Of the prompts, one of so many is asked in each type."""
+"""Of the prompts, one of so many is asked in each type: of each group the one in its middle, as the first prompt is so
+short that nothing of it is worth reusing."""
 NEW_TOKENS = 16
 CONTEXT_TOKENS = 1024
 """Of the longest prompt, so that one run takes a minute."""
@@ -105,7 +106,8 @@ def computed_whole(prompts: Sequence[list[int]], dtype: str) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", list(SHARES))
 def test_nothing_differs_from_any_tier(dtype: str, prompts: list[list[int]], tmp_path: Path) -> None:
-    some = prompts[:: SHARES[dtype]]
+    share = SHARES[dtype]
+    some = prompts[share // 2 :: share]
     expected = computed_whole(some, dtype)
     tiered = Memory(kv_cache_memory=POOL, host_memory="512MiB", disk=f"{tmp_path / 'kv'}:2GiB")
     with engine(tiered, dtype) as first:
