@@ -241,6 +241,17 @@ static inline ALWAYS const Avx2Kept *avx2_group(int format, int exact, Avx2Group
     return format == INT4_WORDS ? groups.numbers + at : NULL;
 }
 
+/* Numbers of a block that is soon to come: with thousands of scales they are not in the nearest cache, and each is waited for. */
+static inline ALWAYS void avx2_fetch_kept(int format, const uint8_t *block)
+{
+    if (format == Q4_0)
+        __builtin_prefetch(avx2_kept.q4_0 + read_short(block));
+    else if (format == IQ4_NL)
+        __builtin_prefetch(avx2_kept.iq4_nl + read_short(block));
+    else if (format == Q5_0)
+        __builtin_prefetch(avx2_kept.q5_0 + 2 * read_short(block));
+}
+
 /* What exact numbers of a block are multiplied with. */
 static inline ALWAYS __m256 avx2_scale(int format, Avx2Groups groups, int output, const uint8_t *block)
 {
@@ -251,11 +262,12 @@ static inline ALWAYS __m256 avx2_scale(int format, Avx2Groups groups, int output
                                                        : avx2_kept.floats + read_short(block));
 }
 
-/* R rows of x times `blocks` blocks of C outputs, as columns of sums; see linear.h for the order of sums. Not 0: a scale
- * was no number. */
+/* R rows of x times `blocks` blocks of C outputs, as columns of sums; see linear.h for the order of sums. What is computed
+ * next lies `ahead` of them. Not 0: a scale was no number. */
+enum { AVX2_SOON = 3 };
 #define PRODUCTS(FORMAT, format, BYTES, EXACT, R, C)                                                                   \
     static unsigned avx2_blocks_##format##EXACT##R##C(const float *from, int64_t x_row, const uint8_t *at, int64_t w_row, int64_t blocks, \
-                                               Avx2Groups groups UNUSED, __m256 *kept)                                 \
+                                               int64_t ahead, Avx2Groups groups UNUSED, __m256 *kept)                  \
     {                                                                                                                  \
         unsigned odd = 0;                                                                                              \
         Avx2Held held = avx2_hold(AVX2_HAS_GROUPS(FORMAT));                                                            \
@@ -266,11 +278,14 @@ static inline ALWAYS __m256 avx2_scale(int format, Avx2Groups groups, int output
         UNROLLED for (int i = 0; i < R * C; i++)                                                                       \
             sums[i / R][i % R] = _mm256_setzero_ps();                                                                  \
         for (; blocks > 0; blocks--, at += BYTES, groups.first++) {                                                    \
+            int64_t soon = blocks > AVX2_SOON ? AVX2_SOON * BYTES : 0;                                                 \
             UNROLLED for (int c = 0; c < C; c++) {                                                                     \
                 const uint8_t *own = at + c * w_row;                                                                   \
                 __m256 numbers[4];                                                                                     \
                 avx2_of_block_##format(&held, EXACT, avx2_group(FORMAT, EXACT, groups, c), own, numbers);              \
-                FETCH_FAR(own + AVX2_AHEAD);                                                                           \
+                FETCH_FAR(own + ahead);                                                                                \
+                if (!EXACT)                                                                                            \
+                    avx2_fetch_kept(FORMAT, own + soon);                                                               \
                 odd |= EXACT ? 0 : ODD(FORMAT, own);                                                                   \
                 UNROLLED for (int i = 0; EXACT && FORMAT != Q4_1 && FORMAT != Q5_1 && i < 4; i++)                      \
                     numbers[i] = _mm256_mul_ps(numbers[i], avx2_scale(FORMAT, groups, c, own));                        \
@@ -307,7 +322,7 @@ BLOCKS_OF_32(FILL)
 
 #define SIZES(...)                                                                                                     \
     PRODUCTS(__VA_ARGS__, 1, 1) PRODUCTS(__VA_ARGS__, 2, 1) PRODUCTS(__VA_ARGS__, 3, 1) PRODUCTS(__VA_ARGS__, 4, 1)    \
-    PRODUCTS(__VA_ARGS__, 1, 4) PRODUCTS(__VA_ARGS__, 2, 2) PRODUCTS(__VA_ARGS__, 3, 2) PRODUCTS(__VA_ARGS__, 4, 2)
+    PRODUCTS(__VA_ARGS__, 1, 6) PRODUCTS(__VA_ARGS__, 2, 2) PRODUCTS(__VA_ARGS__, 3, 2) PRODUCTS(__VA_ARGS__, 4, 2)
 #define OF(...) SIZES(__VA_ARGS__, 0) SIZES(__VA_ARGS__, 1)
 BLOCKS_OF_32(OF) AVX2_GROUPED(OF)
 #undef OF
@@ -315,8 +330,8 @@ BLOCKS_OF_32(OF) AVX2_GROUPED(OF)
 #undef PRODUCTS
 #undef ODD
 
-/* Of rounded and of exact numbers, of 1 to 4 rows and one output; and of more outputs, of one row four, and of others two. */
-typedef unsigned (*Avx2Blocks)(const float *, int64_t, const uint8_t *, int64_t, int64_t, Avx2Groups, __m256 *);
+/* Of rounded and of exact numbers, of 1 to 4 rows and one output; and of more outputs, of one row six, and of others two. */
+typedef unsigned (*Avx2Blocks)(const float *, int64_t, const uint8_t *, int64_t, int64_t, int64_t, Avx2Groups, __m256 *);
 typedef struct {
     int bytes;
     void (*have)(void);
@@ -327,7 +342,7 @@ typedef struct {
     {avx2_blocks_##format##EXACT##11, avx2_blocks_##format##EXACT##21, avx2_blocks_##format##EXACT##31,                \
      avx2_blocks_##format##EXACT##41}
 #define WIDE(format, EXACT)                                                                                            \
-    {avx2_blocks_##format##EXACT##14, avx2_blocks_##format##EXACT##22, avx2_blocks_##format##EXACT##32,                \
+    {avx2_blocks_##format##EXACT##16, avx2_blocks_##format##EXACT##22, avx2_blocks_##format##EXACT##32,                \
      avx2_blocks_##format##EXACT##42}
 #define WAYS(FORMAT, format, BYTES, FILL)                                                                              \
     [FORMAT] = {BYTES, avx2_have_##format, FILL, {ONE(format, 0), ONE(format, 1)}, {WIDE(format, 0), WIDE(format, 1)}},

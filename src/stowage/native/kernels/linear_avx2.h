@@ -246,14 +246,15 @@ static int avx2_groups_of(const Linear *job, int64_t n, int64_t k, int64_t block
 /* Up to four rows, from `row` on, times outputs [n, n + count), of a format of blocks_avx2.h. 0: a scale is not for these. */
 static int avx2_blocks(const Linear *job, const Avx2BlockWays *ways, int64_t row, int64_t rows, int64_t n, int64_t count)
 {
-    int64_t most = rows == 1 ? 4 : 2;
+    int64_t most = rows == 1 ? 6 : 2;
     Avx2Kept numbers[AVX2_STRIP * AVX2_GROUPS];
     float scales[AVX2_STRIP * AVX2_GROUPS];
     int exact = job->form == FLOAT32, words = job->format == INT4_WORDS, powers = job->format == MXFP4;
     Avx2Groups groups = {.apart = powers ? job->inputs / DYNAMIC_BLOCK : AVX2_GROUPS, .shift = words ? avx2_shared_by(job) : 0};
     unsigned odd = 0;
     for (int64_t k = 0; k < job->inputs; k += DEPTH) {
-        int64_t blocks = (job->inputs - k < DEPTH ? job->inputs - k : DEPTH) / DYNAMIC_BLOCK;
+        int64_t blocks = (job->inputs - k < DEPTH ? job->inputs - k : DEPTH) / DYNAMIC_BLOCK, at = k / DYNAMIC_BLOCK * ways->bytes;
+        int64_t ahead = k + DEPTH < job->inputs ? DEPTH / DYNAMIC_BLOCK * ways->bytes : AVX2_STRIP * job->w_row - at;
         for (int64_t c = 0; words && c < count; c++)
             if (!avx2_groups_of(job, n + c, k, blocks, groups.shift, numbers + c * AVX2_GROUPS, scales + c * AVX2_GROUPS))
                 return 0;
@@ -264,7 +265,7 @@ static int avx2_blocks(const Linear *job, const Avx2BlockWays *ways, int64_t row
             groups.powers = powers ? coded_row(job, n + c).scales + k / DYNAMIC_BLOCK : NULL;
             odd |= (wide == most ? ways->wide : ways->one)[exact][rows - 1](
                 (const float *)job->x + row * job->x_row + k, job->x_row,
-                (const uint8_t *)job->w + (n + c) * job->w_row + k / DYNAMIC_BLOCK * ways->bytes, job->w_row, blocks, groups, sums);
+                (const uint8_t *)job->w + (n + c) * job->w_row + at, job->w_row, blocks, ahead, groups, sums);
             for (int64_t i = 0; i < wide * rows; i++) {
                 float *to = (float *)job->y + (row + i % rows) * job->outputs + n + c + i / rows, sum = avx2_total(sums[i]);
                 *to = k == 0 ? sum : *to + sum;
