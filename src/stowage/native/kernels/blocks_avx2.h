@@ -2,8 +2,9 @@
  * scales, of whole blocks, lie elsewhere.
  *
  * Where numbers depend on a code and a scale of 16 or 8 bits alone, those of a scale are rounded to bfloat16 once in a process, and
- * looked up: of SmolLM2 in Q4_0, 757 scales are those of 99 % of all blocks, and their numbers take 24 KB. Those of other groups are
- * rounded once for all of a group. The two bytes of a number are looked up by themselves, and joined:
+ * looked up: of SmolLM2 in Q4_0, 757 scales are those of 99 % of all blocks, and their numbers take 24 KB; of random weights there
+ * are 8,000, which do not fit beside x, so that numbers are fetched some blocks before. Those of other groups are rounded once for
+ * all of a group. The two bytes of a number are looked up by themselves, and joined:
  *
  *     codes      0  8  1  9  2 10  3 11   16 24 ...    4 12  5 13  6 14  7 15   20 28 ...    bytes of two halves of a register
  *     bfloat16   0  8  1  9  2 10  3 11                4 12  5 13  6 14  7 15                and others of 16 and so on
