@@ -142,9 +142,20 @@ static inline ALWAYS void avx2_with_least(int exact, const uint8_t *at, __m256 t
     }
 }
 
+enum { AVX2_ONE = 0x3c00, AVX2_ONE_POWER = 127 };
+
+/* The numbers of the half that a block begins with, of the formats that have them. */
+static inline ALWAYS const Avx2Kept *avx2_kept_of(int format, int exact, const uint8_t *at)
+{
+    int half = exact ? AVX2_ONE : read_short(at);
+    return format == Q4_0     ? avx2_kept.q4_0 + half
+           : format == IQ4_NL ? avx2_kept.iq4_nl + half
+           : format == Q5_0   ? avx2_kept.q5_0 + 2 * half
+                              : NULL;
+}
+
 /* The numbers of a block, of a group whose numbers are `own`; if they are to be `exact`, those of a scale of one, which all are, or
  * with least values what they are. */
-enum { AVX2_ONE = 0x3c00, AVX2_ONE_POWER = 127 };
 #define OF(format)                                                                                                     \
     static inline ALWAYS void avx2_of_block_##format(const Avx2Held *held UNUSED, int exact UNUSED, const Avx2Kept *own UNUSED, \
                                                      const uint8_t *at, __m256 to[4])
@@ -160,12 +171,12 @@ OF(q8_0)
 
 OF(q4_0)
 {
-    avx2_looked_up(held, avx2_kept.q4_0 + (exact ? AVX2_ONE : read_short(at)), at + 2, to);
+    avx2_looked_up(held, avx2_kept_of(Q4_0, exact, at), at + 2, to);
 }
 
 OF(iq4_nl)
 {
-    avx2_looked_up(held, avx2_kept.iq4_nl + (exact ? AVX2_ONE : read_short(at)), at + 2, to);
+    avx2_looked_up(held, avx2_kept_of(IQ4_NL, exact, at), at + 2, to);
 }
 
 OF(mxfp4_block)
@@ -185,7 +196,7 @@ OF(int4)
 
 OF(q5_0)
 {
-    avx2_looked_up_5(held, avx2_kept.q5_0 + 2 * (exact ? AVX2_ONE : read_short(at)), at + 2, at + 6, to);
+    avx2_looked_up_5(held, avx2_kept_of(Q5_0, exact, at), at + 2, at + 6, to);
 }
 
 OF(q4_1)
@@ -242,17 +253,6 @@ static inline ALWAYS const Avx2Kept *avx2_group(int format, int exact, Avx2Group
     return format == INT4_WORDS ? groups.numbers + at : NULL;
 }
 
-/* Numbers of a block that is soon to come: with thousands of scales they are not in the nearest cache, and each is waited for. */
-static inline ALWAYS void avx2_fetch_kept(int format, const uint8_t *block)
-{
-    if (format == Q4_0)
-        __builtin_prefetch(avx2_kept.q4_0 + read_short(block));
-    else if (format == IQ4_NL)
-        __builtin_prefetch(avx2_kept.iq4_nl + read_short(block));
-    else if (format == Q5_0)
-        __builtin_prefetch(avx2_kept.q5_0 + 2 * read_short(block));
-}
-
 /* What exact numbers of a block are multiplied with. */
 static inline ALWAYS __m256 avx2_scale(int format, Avx2Groups groups, int output, const uint8_t *block)
 {
@@ -285,8 +285,9 @@ enum { AVX2_SOON = 3 };
                 __m256 numbers[4];                                                                                     \
                 avx2_of_block_##format(&held, EXACT, avx2_group(FORMAT, EXACT, groups, c), own, numbers);              \
                 FETCH_FAR(own + ahead);                                                                                \
-                if (!EXACT)                                                                                            \
-                    avx2_fetch_kept(FORMAT, own + soon);                                                               \
+                const Avx2Kept *next = EXACT ? NULL : avx2_kept_of(FORMAT, 0, own + soon);                             \
+                if (next != NULL) /* with thousands of scales they are not in the nearest cache */                     \
+                    __builtin_prefetch(next);                                                                          \
                 odd |= EXACT ? 0 : ODD(FORMAT, own);                                                                   \
                 UNROLLED for (int i = 0; EXACT && FORMAT != Q4_1 && FORMAT != Q5_1 && i < 4; i++)                      \
                     numbers[i] = _mm256_mul_ps(numbers[i], avx2_scale(FORMAT, groups, c, own));                        \
