@@ -78,6 +78,7 @@ MASKED_LOAD(_mm512_maskz_loadu_ps, float, __m512, s, 16)
 MASKED_LOAD(_mm_maskz_loadu_epi8, int8_t, __m128i, b, 16)
 MASKED_LOAD(_mm_maskz_loadu_epi32, int32_t, __m128i, d, 4)
 MASKED_LOAD(_mm256_maskz_loadu_epi8, int8_t, __m256i, b, 32)
+MASKED_LOAD(_mm256_maskz_loadu_epi16, int16_t, __m256i, w, 16)
 
 EMULATED void _mm_mask_storeu_ps(void *at, uint64_t mask, __m128 v)
 {

@@ -19,49 +19,28 @@ typedef struct {
     uint8_t low[16], high[16];
 } Avx2Kept;
 
-enum { AVX2_HALVES = 1 << 16 };
 static struct {
-    float floats[AVX2_HALVES], powers[256];
-    Avx2Kept q4_0[AVX2_HALVES], iq4_nl[AVX2_HALVES], q5_0[2 * AVX2_HALVES], fp4[256];
+    Avx2Kept q4_0[KEPT_HALVES], iq4_nl[KEPT_HALVES], q5_0[2 * KEPT_HALVES], fp4[256];
 } avx2_kept;
 
-static void avx2_keep(Avx2Kept *to, const float *values, float scale)
+static void avx2_keep(Avx2Kept *to, int format, int first, int scale)
 {
     for (int code = 0; code < 16; code++) {
-        uint16_t number = float_half(values[code] * scale);
+        uint16_t number = kept_number(format, first + code, scale);
         to->low[code] = (uint8_t)number;
         to->high[code] = (uint8_t)(number >> 8);
     }
 }
 
-/* What formats need of this, made when it is first asked for. */
-#define KEEP(name, COUNT, OF_SCALE)                                                                                    \
-    static void avx2_keep_##name(void)                                                                                 \
-    {                                                                                                                  \
-        float codes[32], curve[16];                                                                                    \
-        for (int i = 0; i < 32; i++)                                                                                   \
-            codes[i] = (float)(i - 16), curve[i / 2] = not_linear[i / 2];                                              \
-        for (int i = 0; i < COUNT; i++) {                                                                              \
-            float scale = COUNT == 256 ? power_of((uint8_t)i) : half_float((uint16_t)i);                               \
-            OF_SCALE;                                                                                                  \
-        }                                                                                                              \
-        (void)codes, (void)curve;                                                                                      \
-    }                                                                                                                  \
-    static void avx2_have_##name(void)                                                                                 \
-    {                                                                                                                  \
-        static pthread_once_t once = PTHREAD_ONCE_INIT;                                                                \
-        pthread_once(&once, avx2_keep_##name);                                                                         \
-    }
-KEEP(q4_0, AVX2_HALVES, avx2_keep(avx2_kept.q4_0 + i, codes + 8, scale))
-KEEP(iq4_nl, AVX2_HALVES, avx2_keep(avx2_kept.iq4_nl + i, curve, scale))
-KEEP(q5_0, AVX2_HALVES, avx2_keep(avx2_kept.q5_0 + 2 * i, codes, scale); avx2_keep(avx2_kept.q5_0 + 2 * i + 1, codes + 16, scale))
-KEEP(q8_0, AVX2_HALVES, avx2_kept.floats[i] = scale)
-KEEP(mxfp4, 256, avx2_keep(avx2_kept.fp4 + i, fp4_values, scale); avx2_kept.powers[i] = scale)
-#undef KEEP
-#define avx2_have_q4_1 avx2_have_q8_0
-#define avx2_have_q5_1 avx2_have_q8_0
-#define avx2_have_mxfp4_block avx2_have_mxfp4
-#define avx2_have_int4 NULL
+KEEP(avx2_q4_0, KEPT_HALVES, avx2_keep(avx2_kept.q4_0 + i, Q4_0, 0, i))
+KEEP(avx2_iq4_nl, KEPT_HALVES, avx2_keep(avx2_kept.iq4_nl + i, IQ4_NL, 0, i))
+KEEP(avx2_q5_0, 2 * KEPT_HALVES, avx2_keep(avx2_kept.q5_0 + i, Q5_0, i % 2 * 16, i / 2))
+KEEP(avx2_mxfp4, 256, avx2_keep(avx2_kept.fp4 + i, MXFP4, 0, i))
+#define have_avx2_q8_0 NULL
+#define have_avx2_q4_1 NULL
+#define have_avx2_q5_1 NULL
+#define have_avx2_mxfp4_block have_avx2_mxfp4
+#define have_avx2_int4 NULL
 
 /* The codes 0 to 31 themselves. */
 static const Avx2Kept avx2_codes[2] = {
@@ -132,8 +111,8 @@ static inline ALWAYS void avx2_looked_up_5(const Avx2Held *held, const Avx2Kept 
 /* Codes as numbers with a least value, rounded (then of halves that are numbers) or `exact`. */
 static inline ALWAYS void avx2_with_least(int exact, const uint8_t *at, __m256 to[4])
 {
-    __m256 scale = _mm256_broadcast_ss(avx2_kept.floats + read_short(at));
-    __m256 least = _mm256_broadcast_ss(avx2_kept.floats + read_short(at + 2)), larger = _mm256_set1_ps(AVX2_LARGER);
+    __m256 scale = _mm256_broadcast_ss(kept.floats + read_short(at));
+    __m256 least = _mm256_broadcast_ss(kept.floats + read_short(at + 2)), larger = _mm256_set1_ps(AVX2_LARGER);
     if (!exact)
         scale = _mm256_mul_ps(scale, larger), least = _mm256_mul_ps(least, larger);
     UNROLLED for (int i = 0; i < 4; i++) {
@@ -161,7 +140,7 @@ static inline ALWAYS const Avx2Kept *avx2_kept_of(int format, int exact, const u
                                                      const uint8_t *at, __m256 to[4])
 OF(q8_0)
 {
-    __m256 scale = _mm256_broadcast_ss(avx2_kept.floats + read_short(at)), large = _mm256_mul_ps(scale, _mm256_set1_ps(AVX2_LARGER));
+    __m256 scale = _mm256_broadcast_ss(kept.floats + read_short(at)), large = _mm256_mul_ps(scale, _mm256_set1_ps(AVX2_LARGER));
     UNROLLED for (int i = 0; i < 4; i++) {
         __m256 code = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at + 2 + 8 * i))));
         __m256 larger = _mm256_mul_ps(code, large); /* rounded as by avx2_nearest_half: all products are exact */
@@ -257,10 +236,10 @@ static inline ALWAYS const Avx2Kept *avx2_group(int format, int exact, Avx2Group
 static inline ALWAYS __m256 avx2_scale(int format, Avx2Groups groups, int output, const uint8_t *block)
 {
     int64_t at = output * groups.apart + (groups.first >> groups.shift);
-    return _mm256_broadcast_ss(format == MXFP4         ? avx2_kept.powers + groups.powers[at]
+    return _mm256_broadcast_ss(format == MXFP4         ? kept.powers + groups.powers[at]
                                : format == INT4_WORDS  ? groups.scales + at
-                               : format == MXFP4_BLOCK ? avx2_kept.powers + block[0]
-                                                       : avx2_kept.floats + read_short(block));
+                               : format == MXFP4_BLOCK ? kept.powers + block[0]
+                                                       : kept.floats + read_short(block));
 }
 
 /* R rows of x times `blocks` blocks of C outputs, as columns of sums; see linear.h for the order of sums. What is computed
@@ -347,7 +326,7 @@ typedef struct {
     {avx2_blocks_##format##EXACT##16, avx2_blocks_##format##EXACT##22, avx2_blocks_##format##EXACT##32,                \
      avx2_blocks_##format##EXACT##42}
 #define WAYS(FORMAT, format, BYTES, FILL)                                                                              \
-    [FORMAT] = {BYTES, avx2_have_##format, FILL, {ONE(format, 0), ONE(format, 1)}, {WIDE(format, 0), WIDE(format, 1)}},
+    [FORMAT] = {BYTES, have_avx2_##format, FILL, {ONE(format, 0), ONE(format, 1)}, {WIDE(format, 0), WIDE(format, 1)}},
 #define SCALED(FORMAT, format, BYTES) WAYS(FORMAT, format, BYTES, avx2_fill_blocks_##format)
 #define GROUPED(FORMAT, format, BYTES) WAYS(FORMAT, format, BYTES, NULL)
 static const Avx2BlockWays avx2_block_ways[FORMATS_END] = {BLOCKS_OF_32(SCALED) AVX2_GROUPED(GROUPED)};
@@ -356,10 +335,11 @@ static const Avx2BlockWays avx2_block_ways[FORMATS_END] = {BLOCKS_OF_32(SCALED) 
 #undef WAYS
 #undef WIDE
 #undef ONE
-#undef avx2_have_q4_1
-#undef avx2_have_q5_1
-#undef avx2_have_mxfp4_block
-#undef avx2_have_int4
+#undef have_avx2_q8_0
+#undef have_avx2_q4_1
+#undef have_avx2_q5_1
+#undef have_avx2_mxfp4_block
+#undef have_avx2_int4
 
 /* How many blocks have a scale in common, as a power of two; -1: of these it is not known. */
 static int avx2_shared_by(const Linear *job)
@@ -382,9 +362,8 @@ static const Avx2BlockWays *avx2_blocks_of(const Linear *job, int64_t rows)
         return NULL;
     if (AVX2_HAS_GROUPS(job->format) && avx2_shared_by(job) < (words && rows == 1 && !exact))
         return NULL;
+    have_scales();
     if (ways->have != NULL)
         ways->have();
-    if (exact)
-        avx2_have_q8_0();
     return ways;
 }

@@ -2,16 +2,19 @@
  * laid out for many. The numbers are those of formats.h, rounded to the nearest: so a product has the bits that it has
  * with weights that were rounded before.
  *
- * A block of codes of 4 or 5 bits has 16 or 32 different weights. They are computed and rounded once, and looked up.
- * Scales are floats already, those of a piece of a row side by side: coded_scales.h.
+ * A block of codes of 4 or 5 bits has 16 or 32 different weights. They are computed and rounded once, and looked up: once in a
+ * process of every scale there may be, where that is of 16 or 8 bits and all that they depend on. A model has some hundreds or
+ * thousands of different ones, whose weights lie in a processor's cache. Halves that other blocks begin with are looked up as
+ * floats: the instructions that make these are as dear as the codes themselves. Further scales are floats already, those of a
+ * piece of a row side by side: coded_scales.h.
  */
 
-/* Format, its name here, bytes of a block, scales of one, and how many parts of it are computed after each other, of so
- * many registers each. FOUR: where inputs are a multiple of 128. WIDE: where those of a group are. */
+/* Format, its name here, bytes of a block, scales of one that are laid out before, and how many parts of it are computed after
+ * each other, of so many registers each. FOUR: where inputs are a multiple of 128. WIDE: where those of a group are. */
 #define CODED_NARROW(OF)                                                                                               \
-    OF(Q8_0, q8_0, bytes_q8_0, 1, 1, 1) OF(Q4_0, q4_0, bytes_q4_0, 1, 1, 1) OF(Q4_1, q4_1, bytes_q4_1, 2, 1, 1)        \
-    OF(Q5_0, q5_0, bytes_q5_0, 1, 1, 1) OF(Q5_1, q5_1, bytes_q5_1, 2, 1, 1) OF(IQ4_NL, iq4_nl, bytes_iq4_nl, 1, 1, 1)  \
-    OF(MXFP4_BLOCK, mxfp4_block, bytes_mxfp4_block, 1, 1, 1)                                                           \
+    OF(Q8_0, q8_0, bytes_q8_0, 0, 1, 1) OF(Q4_0, q4_0, bytes_q4_0, 0, 1, 1) OF(Q4_1, q4_1, bytes_q4_1, 0, 1, 1)        \
+    OF(Q5_0, q5_0, bytes_q5_0, 0, 1, 1) OF(Q5_1, q5_1, bytes_q5_1, 0, 1, 1) OF(IQ4_NL, iq4_nl, bytes_iq4_nl, 0, 1, 1)  \
+    OF(MXFP4_BLOCK, mxfp4_block, bytes_mxfp4_block, 0, 1, 1)                                                           \
     OF(F32, f32, 128, 0, 1, 1) OF(F16, f16, 64, 0, 1, 1) OF(BF16, bf16, 64, 0, 1, 1) OF(MXFP4, mxfp4, 16, 1, 1, 1)     \
     OF(NVFP4, nvfp4, 16, 2, 1, 1) OF(FP8, fp8, 32, 1, 1, 1) OF(INT4_WORDS, int4, 16, 2, 1, 1)                          \
     OF(S8, s8, 32, 1, 1, 1) OF(U8, u8, 32, 1, 1, 1) OF(PACKED4, packed4, 32, 2, 1, 1) SUPER_BLOCKS(OF)
@@ -45,6 +48,23 @@ static inline ALWAYS __m512 coded_counting(float first)
 static inline ALWAYS __m512bh coded_lookup(__m512i codes, __m512bh table)
 {
     return (__m512bh)_mm512_permutexvar_epi16(codes, (__m512i)table);
+}
+
+/* 16 numbers, twice, or 32. */
+static inline ALWAYS __m512bh coded_table(const uint16_t *numbers)
+{
+    return (__m512bh)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)numbers));
+}
+
+static inline ALWAYS __m512bh coded_table_of_32(const uint16_t *numbers)
+{
+    return (__m512bh)_mm512_loadu_si512(numbers);
+}
+
+/* The half word at an address as a float. */
+static inline ALWAYS const float *coded_float(const uint8_t *at)
+{
+    return kept.floats + read_short(at);
 }
 
 static inline ALWAYS __m512bh coded_twice(__m512 values)
@@ -119,15 +139,16 @@ static inline ALWAYS __m512 coded_line(float first, const float *scale, const fl
 }
 
 /* Codes of 8 bits; `SIGN`: what a bit is to be flipped in for them to be whole numbers. */
-#define OF(format, AT, SIGN)                                                                                           \
+#define OF(format, AT, SIGN, SCALE)                                                                                    \
     UNIT(format)                                                                                                       \
     {                                                                                                                  \
         __m128i sign = _mm_set1_epi8((char)(SIGN));                                                                    \
         __m512 low = coded_whole(_mm_xor_si128(_mm_loadu_si128((const __m128i *)(at + AT)), sign));                    \
         __m512 high = coded_whole(_mm_xor_si128(_mm_loadu_si128((const __m128i *)(at + AT + 16)), sign));              \
-        w[0] = _mm512_cvtne2ps_pbh(coded_scaled(high, scales), coded_scaled(low, scales));                             \
+        const float *own = SCALE;                                                                                      \
+        w[0] = _mm512_cvtne2ps_pbh(coded_scaled(high, own), coded_scaled(low, own));                                   \
     }
-OF(q8_0, 2, 0) OF(s8, 0, 0) OF(u8, 0, 0x80)
+OF(q8_0, 2, 0, coded_float(at)) OF(s8, 0, 0, scales) OF(u8, 0, 0x80, scales)
 #undef OF
 
 static inline ALWAYS __m512bh coded_of_32(const float *scale, const float *least)
@@ -135,9 +156,12 @@ static inline ALWAYS __m512bh coded_of_32(const float *scale, const float *least
     return _mm512_cvtne2ps_pbh(coded_line(16, scale, least), coded_line(0, scale, least));
 }
 
-static inline ALWAYS __m512bh coded_fp4(float scale)
+/* Numbers of FP4 whose scale is a float, and always a power of two: its exponent says which. */
+static inline ALWAYS __m512bh coded_fp4(const float *scale)
 {
-    return coded_twice(_mm512_mul_ps(_mm512_loadu_ps(fp4_values), _mm512_set1_ps(scale)));
+    uint32_t bits;
+    memcpy(&bits, scale, sizeof bits);
+    return coded_table(coded_kept.fp4[bits >> 23]);
 }
 
 static inline ALWAYS __m512bh coded_not_linear(const float *scale)
@@ -158,16 +182,15 @@ static inline ALWAYS __m512bh coded_int4_table(const float *scale, const float *
     {                                                                                                                  \
         w[0] = coded_lookup(CODES, TABLE);                                                                             \
     }
-BY_TABLE(q4_0, coded_split(at + 2), coded_twice(_mm512_mul_ps(_mm512_set1_ps(scales[0]), coded_counting(-8))))
-BY_TABLE(q4_1, coded_split(at + 4), coded_twice(coded_line(0, scales, scales + 1)))
-BY_TABLE(q5_0, coded_fifth(coded_split(at + 6), read_word(at + 2)),
-         _mm512_cvtne2ps_pbh(coded_scaled(coded_counting(0), scales), coded_scaled(coded_counting(-16), scales)))
-BY_TABLE(q5_1, coded_fifth(coded_split(at + 8), read_word(at + 4)), coded_of_32(scales, scales + 1))
-BY_TABLE(iq4_nl, coded_split(at + 2), coded_not_linear(scales))
+BY_TABLE(q4_0, coded_split(at + 2), coded_table(coded_kept.q4_0[read_short(at)]))
+BY_TABLE(q4_1, coded_split(at + 4), coded_twice(coded_line(0, coded_float(at), coded_float(at + 2))))
+BY_TABLE(q5_0, coded_fifth(coded_split(at + 6), read_word(at + 2)), coded_table_of_32(coded_kept.q5_0[read_short(at)]))
+BY_TABLE(q5_1, coded_fifth(coded_split(at + 8), read_word(at + 4)), coded_of_32(coded_float(at), coded_float(at + 2)))
+BY_TABLE(iq4_nl, coded_split(at + 2), coded_table(coded_kept.iq4_nl[read_short(at)]))
 BY_TABLE(iq4_xs, coded_split(at + 8 + 16 * part), coded_not_linear(scales + 2 * part))
-BY_TABLE(mxfp4_block, coded_split(at + 1), coded_fp4(scales[0]))
-BY_TABLE(mxfp4, coded_turns(at), coded_fp4(scales[0]))
-BY_TABLE(mxfp4_four, coded_turns_of(at, part), coded_fp4(scales[part]))
+BY_TABLE(mxfp4_block, coded_split(at + 1), coded_table(coded_kept.fp4[at[0]]))
+BY_TABLE(mxfp4, coded_turns(at), coded_fp4(scales))
+BY_TABLE(mxfp4_four, coded_turns_of(at, part), coded_fp4(scales + part))
 BY_TABLE(int4, coded_turns(at), coded_int4_table(scales, scales + 1))
 BY_TABLE(int4_four, coded_turns_of(at, part), coded_int4_table(scales + 2 * part, scales + 2 * part + 1))
 BY_TABLE(int4_wide, coded_turns_of(at, part), coded_int4_table(scales, scales + 1))

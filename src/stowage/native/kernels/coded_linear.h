@@ -76,21 +76,22 @@ typedef void (*CodedDot)(const uint16_t *, int64_t, const uint8_t *const *, int6
 typedef struct {
     int64_t bytes, inputs; /* of a block */
     int64_t step;          /* inputs with a scale, of formats whose scales lie apart */
+    int scales;            /* of a block, which are laid out; 0: they are looked up with its codes */
     CodedDot dots[4];      /* of 1, 2, 4 and 8 rows */
     void (*fill)(const uint8_t *, int64_t, const float *, uint16_t *);
 } CodedWays;
 
-#define WAYS(format, B, P, U, STEP)                                                                                    \
-    {B, 32 * (P) * (U), STEP, {coded_dot_##format##1, coded_dot_##format##2, coded_dot_##format##4, coded_dot_##format##8},  \
+#define WAYS(format, B, S, P, U, STEP)                                                                                 \
+    {B, 32 * (P) * (U), STEP, S, {coded_dot_##format##1, coded_dot_##format##2, coded_dot_##format##4, coded_dot_##format##8},  \
      coded_fill_##format}
-#define OF(FORMAT, format, B, S, P, U) [FORMAT] = WAYS(format, B, P, U, 32),
+#define OF(FORMAT, format, B, S, P, U) [FORMAT] = WAYS(format, B, S, P, U, 32),
 static const CodedWays coded_narrow[FORMATS_END] = {CODED_NARROW(OF)};
 static const CodedWays coded_four[FORMATS_END] = {CODED_FOUR(OF)};
 #undef OF
-#define OF(FORMAT, format, B, S, P, U) [FORMAT] = WAYS(format, B, P, U, 128),
+#define OF(FORMAT, format, B, S, P, U) [FORMAT] = WAYS(format, B, S, P, U, 128),
 static const CodedWays coded_wide[FORMATS_END] = {CODED_WIDE(OF)};
 #undef OF
-static const CodedWays coded_high = WAYS(packed4_high, 32, 1, 1, 32), coded_tall = WAYS(fp8_tall, 128, 4, 1, 128);
+static const CodedWays coded_high = WAYS(packed4_high, 32, 2, 1, 1, 32), coded_tall = WAYS(fp8_tall, 128, 1, 4, 1, 128);
 #undef WAYS
 
 /* How what begins at input k is computed. */
@@ -166,7 +167,8 @@ static void coded_fill(const Linear *job, int64_t n, int64_t wide, uint16_t *to,
             const uint8_t *at = coded_begin(job, n + i, k);
             uint16_t *own = to + i * stride + k;
             int left = (int)((end - k) % 32);
-            coded_scales(job, &row, at, k, end - k, ways->step, scales);
+            if (ways->scales)
+                coded_scales(job, &row, at, k, end - k, ways->step, scales);
             ways->fill(at, (end - k) / ways->inputs, scales, own);
             if (left)
                 coded_last(job, &row, end - left, left, own + (end - k - left));
@@ -229,7 +231,7 @@ static void coded_panel(const Linear *job, int way, int64_t first, int64_t wide,
             int c = wide - n < step ? (int)(wide - n) : step;
             for (int i = 0; i < step; i++) {
                 at[i] = coded_begin(job, first + n + (i < c ? i : 0), k);
-                if (i > 0 && ways == &coded_tall) /* outputs that have them in common */
+                if (!ways->scales || (i > 0 && ways == &coded_tall)) /* outputs that have them in common */
                     continue;
                 Coded own = coded_row(job, first + n + (i < c ? i : 0));
                 coded_scales(job, &own, at[i], k, end - k, ways->step, scales + i * CODED_SCALES);
@@ -340,6 +342,7 @@ static int coded_many(const Linear *job, int64_t begin, int64_t end, void (*mult
 static int coded_linear(const Linear *job, int64_t begin, int64_t end, void (*multiply)(const Linear *, int64_t, int64_t))
 {
     int ours = multiply == halves_linear && !coded_is_odd(job);
+    coded_have(job->format);
     if (ours && job->rows <= HALVES_ROWS)
         return coded_few(job, begin, end);
     if (ours && coded_pays_twice(job, job->format == Q8_0 ? 16 : 12))

@@ -1,7 +1,6 @@
 /* Scales of a piece of an output's row as floats, those of a block side by side as coded.h takes them.
  *
- * That it is done for a whole piece before its codes are looked at leaves a load of each scale for the loop over codes,
- * where the instructions that turn halves into floats are as dear as the codes themselves.
+ * That it is done for a whole piece before its codes are looked at leaves a load of each scale for the loop over codes.
  */
 /* As `scales_k`, with the least values negated. */
 static inline ALWAYS void coded_scales_q4_k(const uint8_t *block, float *to)
@@ -37,71 +36,15 @@ SUPER_SCALES(OF)
 #undef WORD
 #undef WORDS
 
-/* Where 32 halves lie that blocks of so many words begin with, one each or `two`, and which of them are in each of the
- * pairs of registers that take as many blocks. */
-typedef struct {
-    int words, most;
-    uint16_t places[32];
-    __mmask32 in[9];
-} CodedHalves;
-
-#define PLACE(W, TWO, J) ((TWO) ? (J) / 2 * (W) + (J) % 2 : (J) * (W))
-#define PLACES_4(W, TWO, J) PLACE(W, TWO, J), PLACE(W, TWO, J + 1), PLACE(W, TWO, J + 2), PLACE(W, TWO, J + 3)
-#define PLACES_16(W, TWO, J)                                                                                           \
-    PLACES_4(W, TWO, J), PLACES_4(W, TWO, J + 4), PLACES_4(W, TWO, J + 8), PLACES_4(W, TWO, J + 12)
-#define IN(W, TWO, I, J) (__mmask32)(PLACE(W, TWO, J) / 64 == (I)) << (J)
-#define IN_4(W, TWO, I, J) IN(W, TWO, I, J) | IN(W, TWO, I, J + 1) | IN(W, TWO, I, J + 2) | IN(W, TWO, I, J + 3)
-#define IN_16(W, TWO, I, J) IN_4(W, TWO, I, J) | IN_4(W, TWO, I, J + 4) | IN_4(W, TWO, I, J + 8) | IN_4(W, TWO, I, J + 12)
-#define IN_ALL(W, TWO, I) IN_16(W, TWO, I, 0) | IN_16(W, TWO, I, 16)
-#define HALVES_OF(format, TWO)                                                                                         \
-    static const CodedHalves coded_halves_##format = {                                                                 \
-        coded_bytes_##format / 2,                                                                                      \
-        coded_bytes_##format / 2 * (TWO ? 16 : 32),                                                                    \
-        {PLACES_16(coded_bytes_##format / 2, TWO, 0), PLACES_16(coded_bytes_##format / 2, TWO, 16)},                   \
-        {IN_ALL(coded_bytes_##format / 2, TWO, 0), IN_ALL(coded_bytes_##format / 2, TWO, 1),                           \
-         IN_ALL(coded_bytes_##format / 2, TWO, 2), IN_ALL(coded_bytes_##format / 2, TWO, 3),                           \
-         IN_ALL(coded_bytes_##format / 2, TWO, 4), IN_ALL(coded_bytes_##format / 2, TWO, 5),                           \
-         IN_ALL(coded_bytes_##format / 2, TWO, 6), IN_ALL(coded_bytes_##format / 2, TWO, 7),                           \
-         IN_ALL(coded_bytes_##format / 2, TWO, 8)}};
-HALVES_OF(q8_0, 0)
-HALVES_OF(q4_0, 0)
-HALVES_OF(q4_1, 1)
-HALVES_OF(q5_0, 0)
-HALVES_OF(q5_1, 1)
-HALVES_OF(iq4_nl, 0)
-#undef HALVES_OF
-
-static inline ALWAYS __m512i coded_some(const uint8_t *at, int64_t words)
+/* Halves that blocks of so many bytes begin with, one each or `two`. */
+static void coded_scales_halves(const uint8_t *at, int bytes, int two, int64_t count, float *to)
 {
-    return _mm512_maskz_loadu_epi16(words >= 32 ? 0xffffffff : words > 0 ? ((__mmask32)1 << words) - 1 : 0, at);
-}
-
-/* 32 of them; lanes that were not found yet still say where they are. There are `all` words, or `enough`. */
-static inline ALWAYS void coded_halves(const CodedHalves *how, const uint8_t *at, int enough, int64_t all, float *to)
-{
-    __m512i found = _mm512_loadu_si512(how->places);
-    _Pragma("GCC unroll 9") for (int i = 0; i < 9; i++) {
-        if (64 * i >= how->most)
-            break;
-        const uint8_t *own = at + 128 * i;
-        __m512i low = enough ? _mm512_loadu_si512(own) : coded_some(own, all - 64 * i);
-        __m512i high = enough ? _mm512_loadu_si512(own + 64) : coded_some(own + 64, all - 64 * i - 32);
-        found = _mm512_mask2_permutex2var_epi16(low, found, how->in[i], high);
+    have_scales();
+    for (; count > 0; count--, at += bytes) {
+        *to++ = *coded_float(at);
+        if (two)
+            *to++ = *coded_float(at + 2);
     }
-    _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm512_castsi512_si256(found)));
-    _mm512_storeu_ps(to + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(found, 1)));
-}
-
-/* Of `count` blocks; more of them are looked at, but not a byte is read behind the last one of all outputs. */
-static inline ALWAYS void coded_scales_halves(const Linear *job, const CodedHalves *how, const uint8_t *at, int64_t count,
-                                              float *to)
-{
-    int64_t all = ((const uint8_t *)job->w + job->outputs * job->w_row - at) / 2, most = how->most;
-    for (int64_t left = count * how->words; left > 0; left -= most, all -= most, at += 2 * most, to += 32)
-        if (all >= most + 63)
-            coded_halves(how, at, 1, 0, to);
-        else
-            coded_halves(how, at, 0, all, to);
 }
 
 /* As `power_of`. */
@@ -113,14 +56,14 @@ static inline ALWAYS __m512 coded_powers(__m512i e)
     return (__m512)_mm512_mask_or_epi32(e, ends, e, _mm512_set1_epi32(1 << 22));
 }
 
-/* Numbers of a scale's type that lie side by side, 16 at once. */
-static inline ALWAYS __m512 coded_numbers(int kind, const uint8_t *from, int64_t at)
+/* Numbers of a scale's type that lie side by side, up to 16 at once, and zeros. */
+static inline ALWAYS __m512 coded_numbers(int kind, __mmask16 there, const uint8_t *from, int64_t at)
 {
     if (kind == SCALES_F32)
-        return _mm512_loadu_ps(from + 4 * at);
+        return (__m512)_mm512_maskz_loadu_epi32(there, from + 4 * at);
     if (kind == SCALES_E8M0)
-        return coded_powers(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + at))));
-    __m256i raw = _mm256_loadu_si256((const __m256i *)(from + 2 * at));
+        return coded_powers(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, from + at)));
+    __m256i raw = _mm256_maskz_loadu_epi16(there, from + 2 * at);
     return kind == SCALES_F16 ? _mm512_cvtph_ps(raw) : (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
 }
 
@@ -133,26 +76,25 @@ static inline ALWAYS void coded_pairs(__m512 scales, __m512 others, float *to)
     _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(scales, high, others));
 }
 
-/* Scales of groups that lie side by side, 16 at a time; how many were done. */
-static int64_t coded_scales_beside(const Linear *job, const Coded *row, int64_t first, int64_t count, float *to)
+/* Scales of `count` groups that lie side by side, 16 at a time; up to 15 more are written. */
+static void coded_scales_beside(const Linear *job, const Coded *row, int64_t first, int64_t count, float *to)
 {
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        __m512 scales = coded_numbers(row->kind, row->scales, first + i), others = _mm512_set1_ps(8);
+    for (int64_t i = 0; i < count; i += 16) {
+        __mmask16 there = count - i < 16 ? (__mmask16)((1 << (count - i)) - 1) : 0xffff;
+        __m512 scales = coded_numbers(row->kind, there, row->scales, first + i), others = _mm512_set1_ps(8);
         if (job->format != INT4_WORDS && job->format != PACKED4) {
             _mm512_storeu_ps(to + i, scales);
             continue;
         }
         if (job->format == PACKED4)
-            others = coded_numbers(SCALES_F16, row->zeros, first + i);
+            others = coded_numbers(SCALES_F16, there, row->zeros, first + i);
         else if (row->zeros != NULL) {
-            __m512i words = _mm512_loadu_si512(row->zeros + 4 * (first + i));
+            __m512i words = _mm512_maskz_loadu_epi32(there, row->zeros + 4 * (first + i));
             words = _mm512_srl_epi32(words, _mm_cvtsi32_si128(row->zero_shift));
             others = _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(15)));
         }
         coded_pairs(scales, others, to + 2 * i);
     }
-    return i;
 }
 
 /* Scales of NVFP4, of each 16 inputs. A float of 8 bits (e4m3) is one of 16 times 2^8. */
@@ -175,12 +117,14 @@ static void coded_scales_e4m3(const Coded *row, int64_t first, int64_t count, fl
 /* Of formats whose scales lie apart: one, or two, for every `step` inputs from input k on. */
 static void coded_scales_apart(const Linear *job, const Coded *row, int64_t k, int64_t depth, int64_t step, float *to)
 {
-    int64_t count = (depth + step - 1) / step, i = 0;
+    int64_t count = (depth + step - 1) / step;
     int words = job->format == INT4_WORDS, packed = job->format == PACKED4;
-    if (job->format != FP8 && row->scale_step == 1 && step == row->group && k % step == 0)
-        i = coded_scales_beside(job, row, k / step, count, to);
+    if (job->format != FP8 && row->scale_step == 1 && step == row->group && k % step == 0) {
+        coded_scales_beside(job, row, k / step, count, to);
+        return;
+    }
     float scale = 0, zero = 0;
-    for (int64_t end = 0; i < count; i++) {
+    for (int64_t i = 0, end = 0; i < count; i++) {
         int64_t at = k + i * step;
         if (at >= end) {
             int64_t group = at / row->group;
@@ -200,9 +144,9 @@ static void coded_scales_apart(const Linear *job, const Coded *row, int64_t k, i
 static void coded_scales(const Linear *job, const Coded *row, const uint8_t *at, int64_t k, int64_t depth, int64_t step,
                          float *to)
 {
-#define HALVES_OF(FORMAT, format)                                                                                      \
+#define HALVES_OF(FORMAT, format, TWO)                                                                                 \
     case FORMAT:                                                                                                       \
-        coded_scales_halves(job, &coded_halves_##format, at, depth / 32, to);                                          \
+        coded_scales_halves(at, coded_bytes_##format, TWO, depth / 32, to);                                            \
         return;
 #define SCALES_OF(FORMAT, format, BYTES, COUNT, ...)                                                                   \
     case FORMAT:                                                                                                       \
@@ -210,12 +154,11 @@ static void coded_scales(const Linear *job, const Coded *row, const uint8_t *at,
             coded_scales_##format(at + i * BYTES, to + COUNT * i);                                                     \
         return;
     switch (job->format) {
-        HALVES_OF(Q8_0, q8_0)
-        HALVES_OF(Q4_0, q4_0)
-        HALVES_OF(Q4_1, q4_1)
-        HALVES_OF(Q5_0, q5_0)
-        HALVES_OF(Q5_1, q5_1)
-        HALVES_OF(IQ4_NL, iq4_nl)
+        HALVES_OF(Q8_0, q8_0, 0)
+        HALVES_OF(Q4_0, q4_0, 0)
+        HALVES_OF(Q4_1, q4_1, 1)
+        HALVES_OF(Q5_0, q5_0, 0)
+        HALVES_OF(Q5_1, q5_1, 1)
         SUPER_BLOCKS(SCALES_OF)
     case MXFP4_BLOCK:
         for (int64_t i = 0; i < depth / 32; i++)
@@ -224,6 +167,7 @@ static void coded_scales(const Linear *job, const Coded *row, const uint8_t *at,
     case NVFP4:
         coded_scales_e4m3(row, k / 16, depth / 16, to);
         return;
+    case IQ4_NL: /* looked up */
     case F32:
     case F16:
     case BF16:

@@ -188,7 +188,7 @@ static void dynamic_few_here(const Linear *job, int64_t begin, int64_t end)
             if (left) {
                 for (int64_t i = 0; i < 4; i++)
                     last_at[i] = copied ? memcpy(last[i], at[i] + tail, left) : at[i] + tail;
-                few(x + whole, x_row, last_at, 1, last_at[0], NULL, kept);
+                few(x + whole, x_row, last_at, 1, at[0] + DYNAMIC_AHEAD + 4 * tail, NULL, kept);
             }
             if (!dynamic_finish_few(job, n, wide, kept) || copied || !left)
                 break;

@@ -20,6 +20,7 @@
 #endif
 #include <immintrin.h>
 #include <pthread.h>
+#include "kept.h"
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #define LANES 8
@@ -38,6 +39,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,fma")
 #include "halves.h"
 #include "pair_scores.h"
+#include "coded_kept.h"
 #include "coded.h"
 #include "coded_scales.h"
 #include "coded_by_inputs.h"
