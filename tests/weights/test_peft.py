@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import stowage
-from tests.weights.conftest import logits, prompt
+from tests.weights.conftest import bytes_of, logits, prompt
 
 RULES = ("*=stream", "last 1 of 2=stream")
 """Also where the first layers would let it happen, because they stay in memory."""
@@ -73,6 +73,22 @@ def test_adapters_come_and_go_as_in_memory(both: Callable[[str], tuple[Any, Any]
     assert not torch.equal(ours[0], ours[2]) and not torch.equal(ours[2], ours[3])
 
 
+def test_an_adapter_of_an_embedding_that_is_read_by_rows_learns_as_in_memory(checkpoints: Callable[..., Path]) -> None:
+    """The embedding's padding gets no gradients there: PEFT asks the module for the token."""
+    ids = torch.tensor([[0, 0, 5, 0, 6, 7, 0]])
+    whole = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype="auto").eval()
+    found = []
+    for base in (stowage.offload(checkpoints("llama"), device_memory=int(bytes_of(whole) * 0.65)), whole):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
+        model = peft.get_peft_model(base, config)
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert base.model.embed_tokens.base_layer.padding_idx == 0
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    ours, theirs = found
+    assert len(ours) == 2 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_merging_into_what_stays_in_memory_is_right(both: Callable[[str], tuple[Any, Any]]) -> None:
     base, whole = both("*=resident")
     merged = adapted(base).merge_and_unload()
@@ -122,3 +138,45 @@ def test_gradients_of_inputs_are_those_of_a_run_in_memory(both: Callable[[str], 
     assert found[0] is not None and torch.equal(*found)
     assert torch.equal(logits(ours, prompt()), logits(whole, prompt()))
     assert not ours(input_ids=prompt()).logits.requires_grad, "as in memory, where nothing learns"
+
+
+@pytest.mark.parametrize("rules", [*RULES, "*=mapped"])
+def test_what_a_hook_adds_learns_as_in_memory(rules: str, checkpoints: Callable[..., Path]) -> None:
+    """A steering vector, which neither the model nor its arguments know of."""
+    whole = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype="auto").eval()
+    found = []
+    for model in (stowage.offload(checkpoints("llama"), weights=rules, host_memory="1GiB"), whole):
+        model.requires_grad_(False)
+        vector = torch.zeros(model.config.hidden_size, dtype=model.dtype, requires_grad=True)
+        steer = model.model.layers[0].register_forward_hook(lambda _module, _args, out, add=vector: out + add)
+        for _ in range(2):
+            out = model(input_ids=prompt(), labels=prompt())
+            (out.loss + vector.square().sum()).backward()
+        steer.remove()
+        found.append((out.loss.detach(), vector.grad, logits(model, prompt())))
+    assert found[0][1].count_nonzero()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_a_hook_adds_to_weights_without_a_backward_pass_is_refused(checkpoints: Callable[..., Path]) -> None:
+    model = stowage.offload(checkpoints("mixtral"), weights="*=experts").requires_grad_(False)
+    expected = logits(model, prompt())
+    assert torch.equal(model(input_ids=prompt(), use_cache=False).logits, expected)
+    vector = torch.zeros(model.config.hidden_size, dtype=model.dtype, requires_grad=True)
+    model.model.layers[0].register_forward_hook(lambda _module, _args, out: out + vector)
+    with pytest.raises(stowage.ModelError, match="offloaded weights have no gradients"):
+        model(input_ids=prompt())
+    assert torch.equal(logits(model, prompt()), expected)
+
+
+def test_gradients_that_are_not_there_are_no_zeros(both: Callable[[str], tuple[Any, Any]]) -> None:
+    """Of a model that is not frozen, asked in ways that take what is not connected for zero."""
+    ours, whole = both("*=stream")
+    asked = whole.model.embed_tokens(prompt()).detach().requires_grad_()
+    with pytest.raises(stowage.ModelError, match=r"requires_grad_\(False\)"):
+        torch.autograd.grad(ours(inputs_embeds=asked).logits.sum(), asked, allow_unused=True)
+    with pytest.raises(stowage.ModelError, match=r"requires_grad_\(False\)"):
+        torch.autograd.functional.vjp(lambda given: ours(inputs_embeds=given).logits.sum(), asked.detach())
+    with pytest.raises(stowage.ModelError, match=r"torch.func.grad\(\)"):
+        torch.func.grad(lambda given: ours(inputs_embeds=given).logits.sum())(asked.detach())
+    assert torch.equal(logits(ours, prompt()), logits(whole, prompt()))

@@ -333,6 +333,8 @@ def test_compiled_and_exported_models_are_right_or_refused(placed: tuple[str, An
         torch.compile(model, fullgraph=True, backend="eager")(input_ids=prompt(), use_cache=False)
     with torch.no_grad(), pytest.raises(Exception, match=r"offloaded weights|is offloaded"):
         torch.export.export(model, (), {"input_ids": prompt(), "use_cache": False}, strict=False)
+    with torch.no_grad(), pytest.raises(stowage.ModelError, match="traced graph"):
+        torch.jit.trace(model, (prompt(),), strict=False)
     assert torch.equal(logits(model, prompt()), expected)
     model.stowage.check()
 

@@ -27,6 +27,7 @@ from stowage.weights.host_buffers import HostBuffers
 from stowage.weights.placement import Placement
 from stowage.weights.quantized.stacks import computes_one_by_one
 from stowage.weights.reader import Read, Readers
+from stowage.weights.refusals import refuse_transforms
 from stowage.weights.ring import Ring
 from stowage.weights.scratch_file import ScratchFile
 from stowage.weights.weight_unit import Delivery
@@ -178,7 +179,9 @@ class Deliveries:
             part.take_back()
 
     def begin_pass(self) -> None:
+        refuse_transforms(bool(self._delivered))
         self._asked = []
+        self._gradients.saved = False
         if self._device_prefetcher is not None:
             self._device_prefetcher.begin_pass()
 
@@ -186,7 +189,7 @@ class Deliveries:
         order, self._asked = self._asked, []
         if self._device_prefetcher is not None:
             self._device_prefetcher.end_pass()
-        if whole and self._passes.differentiates:
+        if whole and self._gradients.saved:
             self._gradients.forwards(order)
         elif whole and order and (order == self._before or not self._before):
             self._follow(order)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -154,6 +154,8 @@ class Rows(Delivered):
     """An embedding whose rows are read from disk on demand."""
 
     def __init__(self, load: Load, device: torch.device) -> None:
+        self._module: Any = load.unit.module
+        self._padding_idx = self._module.padding_idx
         super().__init__(load, device)
         ((name, location),) = load.locations.items()
         self._location, self._own = location, name.rpartition(".")[2]
@@ -163,13 +165,19 @@ class Rows(Delivered):
             if location.host is None
             else (memory_of(location.host), 0)
         )
-        self._module = module = load.unit.module
-        module.padding_idx = None  # type: ignore[assignment]  # only gradients want it, and it may lie outside of the rows
 
     @property
     def replaced(self) -> bool:
         """Whether the module computes from another table, as ``torch.func.functional_call`` gives it one."""
         return self._module._parameters.get(self._own) is not self.parameters[0]
+
+    def deliver(self, values: Sequence[Tensor]) -> None:
+        self._module.padding_idx = None  # it may lie outside of the rows
+        super().deliver(values)
+
+    def take_back(self) -> None:
+        super().take_back()
+        self._module.padding_idx = self._padding_idx  # adapters around the module leave that token without gradients
 
     def read(self, ids: Tensor, readers: Readers) -> tuple[Tensor, int]:
         """Read rows of ``ids`` (any shape) into the weight. Returns their indices there, alike, and the bytes read."""

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from stowage.errors import ModelError
 from stowage.weights.forward_lock import Claim, ForwardLock
-from stowage.weights.gradients import asked_of, storage_of, without
+from stowage.weights.gradients import asked_of, asking, storage_of, without
 
 Deliver = Callable[..., Tensor | None]
 """Delivers a module's weights, given its tensor arguments. Returns a replacement for the first argument, or None."""
@@ -113,21 +113,23 @@ class ForwardPasses:
     def wrap(self, forward: Callable[..., Any], learns: Callable[[Any], Any]) -> Callable[..., Any]:
         """``forward`` of the whole model, with the lock held. With gradients switched on, ``learns(arguments)`` returns
         what to wrap a forward in that computes gradients, or ``None`` for one that does not: then ``backward()`` from
-        its output raises ModelError. ``learns`` may raise, too.
+        its output raises ModelError, or the forward does where a hook adds what requires gradients to a frozen model.
+        ``learns`` may raise, too.
         """
 
         @functools.partial(torch.compiler.disable, reason=_COMPILED)
         def locked(*args: Any, **kwargs: Any) -> Any:
             gradients, casts = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
             within = learns((args, kwargs)) if gradients else None
+            refused = gradients and within is None and self._unfrozen()
             try:
-                torch._C._set_grad_enabled(within is not None)
+                torch._C._set_grad_enabled(gradients and not refused)
                 torch.set_autocast_cache_enabled(False)  # the cache would keep a copy of every weight
                 output = self.run(sys._getframe(), forward if within is None else within(forward), args, kwargs)
             finally:  # first, and in one step: an interrupt comes before or after it
                 torch._C._set_grad_enabled(gradients)
                 torch.set_autocast_cache_enabled(casts)
-            return without(output) if gradients and within is None and self._unfrozen() else output
+            return without(output, list(asking((args, kwargs)))) if refused else output
 
         @functools.wraps(forward)
         def called(*args: Any, **kwargs: Any) -> Any:  # a compiler looks in here, and finds the reason not to compile
@@ -140,7 +142,6 @@ class ForwardPasses:
         claim = self._enter(frame)
         whole, began_s = False, time.perf_counter()
         try:
-            self.differentiates = torch.is_grad_enabled()
             self._callbacks.begin_pass()
             output = forward(*args, **kwargs)
             if self._changing or self.lock.held() is not claim:

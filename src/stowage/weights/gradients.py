@@ -17,7 +17,7 @@ et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,8 @@ class Gradients:
         self._forwards: list[int] = []
         self._backwards: list[int] = []
         self._round: list[int] = []
+        self.saved = False
+        """Whether autograd has saved anything in this forward, so that a backward pass may follow."""
 
     def hooks(self) -> Any:
         """The context for a forward that computes gradients."""
@@ -94,6 +96,7 @@ class Gradients:
 
     def pack(self, tensor: Tensor) -> Tensor | _Kept:
         """What autograd saves of ``tensor``."""
+        self.saved = True
         numbers = self._numbers.get(storage_of(tensor))
         if numbers is None:
             return tensor
@@ -179,6 +182,7 @@ class _Recomputed:
         ]
 
     def number(self, _tensor: Tensor) -> int:
+        self._gradients.saved = True
         self._count += 1
         return self._count - 1
 
@@ -208,40 +212,52 @@ class _Recomputed:
         return dict(enumerate(found))
 
 
-def asked_of(given: Any, depth: int = 6) -> bool:
-    """Whether a tensor in a module's arguments requires gradients: embeddings that another module learns to make, say,
+def asking(given: Any, depth: int = 6) -> Iterator[Tensor]:
+    """The tensors in a module's arguments that require gradients: embeddings that another module learns to make, say,
     or a cache that begins with a learned prefix.
     """
     from transformers.cache_utils import Cache, CacheLayerMixin
 
     if isinstance(given, Tensor):
-        return given.requires_grad
+        if given.requires_grad:
+            yield given
+        return
     if isinstance(given, Cache | CacheLayerMixin):
         given = vars(given)
     if isinstance(given, Mapping):
         given = list(given.values())
-    return depth > 0 and isinstance(given, list | tuple) and any(asked_of(each, depth - 1) for each in given)
+    if depth > 0 and isinstance(given, list | tuple):
+        for each in given:
+            yield from asking(each, depth - 1)
 
 
-def without(output: Any) -> Any:
-    """``output`` of a forward without gradients, with the same values; ``backward()`` from it raises ModelError. For
-    calls with gradients switched on of a model that is not frozen.
+def asked_of(given: Any) -> bool:
+    """Whether a tensor in a module's arguments requires gradients."""
+    return next(asking(given), None) is not None
+
+
+def without(output: Any, asked: Sequence[Tensor] = ()) -> Any:
+    """``output`` of a forward without gradients, with the same values; ``backward()`` from it raises ModelError, and so
+    do gradients of ``asked``, tensors that went into it. For calls with gradients switched on of a model that is not
+    frozen.
     """
     if isinstance(output, Tensor):
         known = output.is_floating_point() and not output.requires_grad and not output.is_inference()
-        return _NoBackward.apply(torch.zeros((), requires_grad=True), output) if known else output  # type: ignore[no-untyped-call]
+        known = known and not torch._C._functorch.is_functorch_wrapped_tensor(output)
+        towards = asked or [torch.zeros((), requires_grad=True)]
+        return _NoBackward.apply(output, *towards) if known else output  # type: ignore[no-untyped-call]
     if isinstance(output, dict):  # Transformers' outputs are
         for name, value in list(output.items()):
             if isinstance(value, Tensor | tuple):
-                output[name] = without(value)
+                output[name] = without(value, asked)
     if type(output) is tuple:
-        return tuple(without(value) if isinstance(value, Tensor) else value for value in output)
+        return tuple(without(value, asked) if isinstance(value, Tensor) else value for value in output)
     return output
 
 
 class _NoBackward(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, _anchor: Tensor, output: Tensor) -> Tensor:
+    def forward(_ctx: Any, output: Tensor, *_asked: Tensor) -> Tensor:
         return output.detach()
 
     @staticmethod
@@ -251,6 +267,8 @@ class _NoBackward(torch.autograd.Function):
             "model.requires_grad_(False), and what is added to the model (peft.get_peft_model) or given to it "
             "(inputs_embeds) can be trained; to train the weights themselves, load the model without a budget."
         )
+
+    jvp = backward  # type: ignore[assignment]
 
 
 def _unused(_kept: Any) -> Tensor:

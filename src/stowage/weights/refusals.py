@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
 
 from stowage.errors import ModelError
 from stowage.weights import saving
@@ -85,6 +86,20 @@ def guard(
         enable = functools.partial(_checkpoint, model, own["gradient_checkpointing_enable"], checkpoint)
         _put(model, "gradient_checkpointing_enable", own["gradient_checkpointing_enable"], enable)
     _put(model, "_apply", own["_apply"], functools.partial(_apply, model, own["_apply"], placed))
+
+
+def refuse_transforms(offloaded: bool) -> None:
+    """Raise ModelError where something else than autograd would differentiate the forward that begins, or record it.
+    ``offloaded``: see `guard`.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    if any(each.key() in (TransformType.Grad, TransformType.Jvp) for each in stack):
+        raise ModelError(
+            "torch.func.grad(), vjp(), jvp() and the like do not see weights that come and go. Compute gradients with "
+            "loss.backward() or torch.autograd.grad(), of a frozen model: model.requires_grad_(False)."
+        )
+    if offloaded and torch._C._get_tracing_state() is not None:
+        raise ModelError(f"a traced graph would compute from weights that are not there: NaN. {_WHOLE}")
 
 
 def _put(model: Any, name: str, own: Any, instead: Callable[..., Any]) -> None:

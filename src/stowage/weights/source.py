@@ -73,9 +73,12 @@ class WeightSource(Deliveries):
         self.identity, self._fingerprint = identity, Fingerprint(self._model)
 
     def identity_of_now(self) -> str:
-        """``identity``, or another digest if the model was changed since: a weight in memory, a layer, its config."""
+        """``identity``, or another digest if the model was changed since: a weight in memory, a layer, its config.
+        Waits for the running forward, in which modules are set up otherwise.
+        """
         assert self._fingerprint is not None, "offloaded weights have a name"
-        return self._fingerprint.identity_of(self._model, self.identity)
+        with self._passes.exclusive() if self.offloads else contextlib.nullcontext():
+            return self._fingerprint.identity_of(self._model, self.identity)
 
     @property
     def waits(self) -> bool:
@@ -193,12 +196,14 @@ class WeightSource(Deliveries):
 
     def _learning(self, given: Any = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
         """What to wrap a forward of ``given`` arguments in so that it computes gradients: for added parameters, for
-        resident ones, or for its inputs. All offloaded parameters must be frozen. They are not as a model is loaded:
-        then forwards compute no gradients (``None``), unless parameters were added: then this raises ModelError.
+        resident ones, for its inputs, or for what a hook adds. All offloaded parameters must be frozen. They are not as
+        a model is loaded: then forwards compute no gradients (``None``), unless parameters were added: then this raises
+        ModelError.
         """
-        if not asked_of(given) and not self._unfrozen():
-            return None
         moving = [load for load in self._loads if load.delivery is not Delivery.RESIDENT]
+        why = self._untrained(moving)
+        if not asked_of(given) and not self._unfrozen():
+            return None if why else self._differentiable
         free = next((n for load in moving for n, p in load.unit.parameters.items() if p.requires_grad), "")
         added = next((n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._own), "")
         if free:
@@ -211,22 +216,23 @@ class WeightSource(Deliveries):
             return None
         if is_packed(self._model) and not added and not asked_of(given):  # packed parameters are loaded frozen
             return None
-        self._refuse_to_train(moving)
-        return self._differentiable
-
-    def _refuse_to_train(self, moving: Sequence[Load]) -> None:
-        why = ""
-        if self._carrier is not None:
-            why = f"weights on {self.device} are not delivered to a backward pass yet. Train on the CPU"
-        elif any(load.delivery is Delivery.EXPERTS for load in moving):
-            why = "a cache of experts has no backward pass. Stream whole layers instead, weights='*=stream'"
-        elif is_packed(self._model):
-            why = "packed weights have no backward pass. Train on the checkpoint that they were made from"
         if why:
             raise ModelError(f"{why}, or load the model without a budget; for answers use torch.no_grad().")
+        return self._differentiable
+
+    def _untrained(self, moving: Sequence[Load]) -> str:
+        """Why weights that are delivered so have no backward pass; empty: they have."""
+        if self._carrier is not None:
+            return f"weights on {self.device} are not delivered to a backward pass yet. Train on the CPU"
+        if any(load.delivery is Delivery.EXPERTS for load in moving):
+            return "a cache of experts has no backward pass. Stream whole layers instead, weights='*=stream'"
+        if is_packed(self._model):
+            return "packed weights have no backward pass. Train on the checkpoint that they were made from"
+        return ""
 
     def _differentiable(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def differentiable(*args: Any, **kwargs: Any) -> Any:
+            self._passes.differentiates = True
             with self._gradients.hooks():
                 return forward(*args, **kwargs)
 
