@@ -129,6 +129,18 @@ def test_another_dtype_lies_in_an_image_that_vanishes(
         stowage.offload(checkpoints("llama"), weights="*=stream", dtype="bfloat16", disk=f"{directory}:64KiB")
 
 
+@pytest.mark.parametrize("rules", ["*=stream", "last 1 of 2=prefetch", "*=resident"])
+def test_a_model_may_be_loaded_in_inference_mode(
+    rules: str, checkpoints: Callable[..., Path], plain: Callable[..., Any]
+) -> None:
+    with torch.inference_mode():
+        model = stowage.offload(checkpoints("llama"), weights=rules, host_memory="1GiB")
+        expected = logits(plain("llama"), prompt())
+        assert torch.equal(logits(model, prompt()), expected)
+    assert torch.equal(logits(model, prompt()), expected)
+    assert torch.equal(model(input_ids=prompt(), use_cache=False).logits, expected)
+
+
 @pytest.mark.parametrize("rules", ["*=stream", "last 1 of 2=prefetch"])
 def test_what_became_of_weights_in_memory_is_what_is_moved(rules: str, tmp_path: Path) -> None:
     """Case A: never a stale copy. A parameter is replaced, others are fused and changed after loading."""

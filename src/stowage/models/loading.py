@@ -71,6 +71,7 @@ class Loaded:
     """From names in the checkpoint to the model's own, where they differ (`TextPart.renamed`)."""
 
 
+@torch.inference_mode(False)
 def load(
     model: Any,
     dtype: str = "auto",
@@ -90,6 +91,8 @@ def load(
     that is missing, damaged or incomplete, ``UnsupportedModelError`` for a family that this version refuses,
     ``ConfigError`` for an unknown ``dtype``. ``whole``: of any class, which ``model_class`` says or else config.json
     (`whole_part`), without a tokenizer; else the causal model of text that an engine runs.
+
+    The model's tensors are ordinary ones in inference mode too: those of that mode take no weights that come and go.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; choose one of: {', '.join(_DTYPES)}.")

@@ -94,6 +94,8 @@ def offload(
             "lie, "
             'such as weights="model.layers.*=stream".'
         )
+    import torch
+
     from stowage.executor.device import carrier, device_of
     from stowage.models import loading
     from stowage.models.adapters import read_all
@@ -114,7 +116,8 @@ def offload(
     offloaded = loaded.model
     offloaded.stowage.waits = threads == "wait"
     if files:
-        _put_on(loaded, files)
+        with torch.inference_mode(False):
+            _put_on(loaded, files)
     return offloaded
 
 
