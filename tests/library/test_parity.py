@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from stowage.testing import tiny_models
 from tests.depth import mostly_rare
 from tests.library.conftest import (
     FULL,
@@ -153,6 +154,18 @@ def test_inference_mode_on_either_side(family, prefix_caches):
     with torch.inference_mode():
         assert_as_plain(family, LONG, cache)
     assert restored(prefixes) == 512
+
+
+def test_hidden_states_may_be_asked_for(prefix_caches):
+    """Transformers puts hooks into the model then, for good: they only record, so it is no other model."""
+    model = tiny_models.build("llama")
+    prefixes = prefix_caches(model)
+    cache = prefixes.restore(LONG)
+    asked = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
+    out = model.generate(LONG, past_key_values=cache, max_new_tokens=2, pad_token_id=0, **asked)
+    assert out.hidden_states
+    prefixes.keep(cache, out)
+    assert prefixes.restore(LONG).get_seq_length() == 256
 
 
 def test_sampling_draws_the_same_tokens(prefix_caches):

@@ -229,6 +229,25 @@ def test_a_pad_token_inside_a_prompt(prefix_caches):
     assert restored(prefixes) == 64 + 64 + 192
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("pad", [0, 2], ids=["pad", "end of text"])
+def test_nothing_is_kept_of_prompts_that_were_padded(pad, rows, prefix_caches):
+    """On the left, in a cache of the caller's own: their tokens do not name it, as positions count without padding."""
+    model = own()
+    model.generation_config.pad_token_id = pad
+    prefixes, ids, cache = prefix_caches(model), tokens(160, rows=rows), DynamicCache(config=model.config)
+    ids[:, :70] = pad
+    mask = torch.ones_like(ids)
+    mask[:, :70] = 0
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4, pad_token_id=pad)
+    assert prefixes.keep(cache, out) == 0
+    assert prefixes.restore(ids, attention_mask=torch.ones_like(ids)).get_seq_length() == 0
+
+
+def test_nothing_is_kept_of_an_empty_cache(prefix_caches):
+    assert prefix_caches("llama").keep(DynamicCache(config=model_of("llama").config), tokens(160, rows=2)) == 0
+
+
 def test_rows_that_ended_early_are_kept_without_their_padding(prefix_caches):
     """What ``generate()`` returns for a batch is filled up with pad tokens on the right."""
     prefixes = prefix_caches("llama")

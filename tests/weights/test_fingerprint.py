@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from torch import nn
 import stowage
 from stowage import Engine, Memory, PrefixCache, SamplingParams
 from stowage.models.identity import of_parameters
-from tests.weights.conftest import prompt
+from tests.weights.conftest import bytes_of, logits, prompt
 
 PROMPT = prompt(300)
+WAIT_S = 30.0
 
 
 def _merge(model: Any) -> None:
@@ -103,3 +105,39 @@ def test_a_used_model_has_its_name(placed: tuple[str, Any]) -> None:
     with Engine(model, Memory(kv_cache_memory="16MiB")) as engine:
         engine.generate([PROMPT[0].tolist()], SamplingParams(max_new_tokens=3))
     assert of_parameters(model) == model.stowage.identity
+
+
+def test_a_model_has_its_name_while_another_thread_computes(
+    checkpoints: Callable[..., Path], plain: Callable[..., Any]
+) -> None:
+    """The module of an embedding that is read by rows is set up otherwise then."""
+    model = stowage.offload(checkpoints("llama"), device_memory=int(bytes_of(plain("llama")) * 0.65))
+    found: list[str] = []
+    other = threading.Thread(target=lambda: found.append(model.stowage.identity_of_now()))
+
+    def ask(*_: Any) -> None:
+        other.start()
+        other.join(0.2)
+
+    model.model.embed_tokens.register_forward_pre_hook(ask)
+    logits(model, PROMPT)
+    other.join(WAIT_S)
+    assert found == [model.stowage.identity]
+
+
+def test_a_prefix_cache_is_asked_while_another_thread_computes(checkpoints: Callable[..., Path]) -> None:
+    """Parameters are other objects then, and the model is the same."""
+    model = stowage.offload(checkpoints("llama"), weights="*=stream")
+    caches, found = list[PrefixCache](), list[Any]()
+
+    def ask(*_: Any) -> None:
+        if caches:
+            other = threading.Thread(target=lambda: found.append(caches[0].restore(PROMPT)))
+            other.start()
+            other.join(WAIT_S)
+
+    model.model.layers[1].mlp.register_forward_hook(ask)
+    with PrefixCache(model, host_memory="16MiB") as prefixes:
+        caches.append(prefixes)
+        logits(model, PROMPT)
+    assert len(found) == 1, "it raised nothing"

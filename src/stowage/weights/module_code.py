@@ -70,12 +70,18 @@ class FamilyHook(functools.partial[Any]):
 
 
 def hooks_of_others(model: nn.Module, own: frozenset[int] = frozenset()) -> frozenset[int]:
-    """The numbers of the hooks on its modules and on all modules, except ``own`` and its family's."""
+    """The numbers of the hooks on its modules and on all modules, except ``own``, its family's, and those that
+    Transformers puts in once hidden states or attentions are asked for, which only record.
+    """
     found = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
     for module in model.modules():
         found += [module._forward_hooks, module._forward_pre_hooks]
-    every = (number for hooks in found for number, hook in tuple(hooks.items()) if not isinstance(hook, FamilyHook))
+    every = (number for hooks in found for number, hook in tuple(hooks.items()) if not _changes_nothing(hook))
     return frozenset(every) - own
+
+
+def _changes_nothing(hook: Any) -> bool:
+    return isinstance(hook, FamilyHook) or _module_of(hook) == "transformers.utils.output_capturing"
 
 
 class _Found:

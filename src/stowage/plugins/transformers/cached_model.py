@@ -241,11 +241,13 @@ def _mark(model: Any) -> int:
     What is written through ``parameter.data`` goes unseen.
     """
     found: list[object] = [bool(getattr(model, "peft_config", None)), getattr(model.config, "_attn_implementation", "")]
-    own = model.stowage.hooks if getattr(model, "stowage", None) is not None else frozenset()
+    source = getattr(model, "stowage", None)
+    own = source.hooks if source is not None else frozenset()
+    moving = {id(parameter) for parameter in source.moving} if source is not None else frozenset()
     found += [config_bytes(model), hooks_of_others(model, own)]
     found += [id(module.__dict__.get("forward")) for module in model.modules()]
     for parameter in (*model.parameters(), *model.buffers()):
-        if isinstance(parameter, OffloadedParameter):  # what it shows is the checkpoint's, and nobody can write to it
+        if id(parameter) in moving:  # offloaded, unless another thread computes: nobody can write to it
             found.append((id(parameter), parameter.dtype))
             continue
         version = 0 if parameter.is_inference() else parameter._version

@@ -59,8 +59,9 @@ def padding_of(model: Any) -> Padding:
 def rows_of(ids: Any, attention_mask: Tensor | None, padding: Padding, *, prompt: bool = True) -> Rows:
     """Token ids ``[tokens]`` or ``[rows, tokens]``, as a tensor or lists; what ``generate()`` returns, too.
 
-    ``prompt``: they are about to be computed, so padding at their beginning is a mistake to be told about. Raises
-    ``RequestError`` for rows of unequal length, padding on the left, an attention mask with zeros.
+    ``prompt``: they are about to be computed, so padding at their beginning is a mistake to be told about; of what was
+    computed already nothing counts then. Raises ``RequestError`` for rows of unequal length, padding on the left, an
+    attention mask with zeros.
     """
     tokens = _listed(getattr(ids, "sequences", ids))
     length = len(tokens[0])
@@ -83,7 +84,7 @@ def rows_of(ids: Any, attention_mask: Tensor | None, padding: Padding, *, prompt
             f"a prompt begins with the pad token {padding.token}: padding on the left is not supported. If it is a "
             "token like any other, say so with attention_mask=torch.ones_like(input_ids), here and to generate()."
         )
-    return Rows(tokens, min(first) if padding.inferred else length)
+    return Rows(tokens, min(first) if padding.inferred or min(first) == 0 else length)
 
 
 def _listed(ids: Any) -> list[list[int]]:

@@ -197,8 +197,9 @@ class PrefixCache:
         rows = rows_of(ids, attention_mask, self._padding, prompt=False)
         caches.check(cache, self._cached_model.layout, self._namespace)
         length = caches.length_of(cache, self._cached_model.layout)
-        if not caches.check_tokens(cache, rows.tokens, length) and rows.count > 1:
-            self._cached_model.check_rows(cache, [row[: min(length, rows.plain)] for row in rows.tokens])
+        plain = min(length, rows.plain)
+        if not caches.check_tokens(cache, rows.tokens, length) and rows.count > 1 and plain:
+            self._cached_model.check_rows(cache, [row[:plain] for row in rows.tokens])
         self._counts.keeps += 1
         most = caches.in_pieces(cache) if self._exact else length
         return self._keep(cache, rows, self._keys(rows, 0), length, most=most)
