@@ -252,6 +252,7 @@ EMULATED __m512i _mm512_inserti64x4(__m512i x, __m256i part, unsigned at)
 EMULATED __m256i _mm512_extracti64x4_epi64(__m512i x, unsigned at) { return W(x).half[at & 1]; }
 EMULATED __m256d _mm512_extractf64x4_pd(__m512d x, unsigned at) { return (__m256d)W(x).half[at & 1]; }
 EMULATED __m128 _mm512_extractf32x4_ps(__m512 x, unsigned at) { return (__m128)W(x).quarter[at & 3]; }
+EMULATED __m128i _mm512_extracti32x4_epi32(__m512i x, unsigned at) { return W(x).quarter[at & 3]; }
 EMULATED __m512i _mm512_broadcast_i32x4(__m128i x) { return ((Wide){.quarter = {x, x, x, x}}).i; }
 EMULATED __m512i _mm512_broadcast_i64x4(__m256i x) { return ((Wide){.half = {x, x}}).i; }
 EMULATED __m512 _mm512_broadcastss_ps(__m128 x) { return _mm512_set1_ps(x[0]); }

@@ -229,12 +229,13 @@ static void coded_panel(const Linear *job, int way, int64_t first, int64_t wide,
         for (int64_t n = 0; n < wide; n += step) {
             const uint8_t *at[4];
             int c = wide - n < step ? (int)(wide - n) : step;
-            for (int i = 0; i < step; i++) {
+            for (int i = 0; i < step; i++)
                 at[i] = coded_begin(job, first + n + (i < c ? i : 0), k);
-                if (!ways->scales || (i > 0 && ways == &coded_tall)) /* outputs that have them in common */
-                    continue;
+            int there = !ways->scales || (step == 4 && coded_scales_of_four(job, at, end - k, scales));
+            for (int i = 0; !there && i < step; i++) {
                 Coded own = coded_row(job, first + n + (i < c ? i : 0));
                 coded_scales(job, &own, at[i], k, end - k, ways->step, scales + i * CODED_SCALES);
+                there = ways == &coded_tall; /* outputs that have them in common */
             }
             ways->dots[way](near, x_row, at, (end - k) / ways->inputs, 2 * step * job->w_row, scales, kept + n * rows,
                             k % HALVES_DEPTH != 0);

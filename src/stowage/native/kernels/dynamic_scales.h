@@ -85,12 +85,8 @@ static inline ALWAYS __m512 dynamic_byte(__m512i v, int byte)
 FOUND(q4_k)
 {
     __m512i v = dynamic_sixteens(at, 0);
-    __m512i low = _mm512_srlv_epi32(_mm512_shuffle_epi32(v, 0xed), _mm512_set4_epi32(4, 0, 0, 0));
-    __m512i high = _mm512_srli_epi32(_mm512_shuffle_epi32(v, 0x84), 2);
-    low = _mm512_and_si512(low, _mm512_set4_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f));
-    high = _mm512_and_si512(high, _mm512_set4_epi32(0x30303030, 0, 0x30303030, 0));
     __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    __m512i bits = dynamic_dealt(_mm512_or_si512(low, high), _mm512_broadcast_i32x4(order));
+    __m512i bits = dynamic_dealt(coded_numbers_k(v), _mm512_broadcast_i32x4(order));
     __m512 scale = dynamic_half_at(v, 0), least = dynamic_half_at(v, 1);
     least = (__m512)_mm512_xor_si512((__m512i)least, _mm512_set1_epi32((int)0x80000000));
     own[0] = _mm512_mul_ps(scale, dynamic_byte(bits, 0));
