@@ -77,6 +77,17 @@ def test_what_cannot_be_packed_is_refused_with_the_way_out(
         packing.pack(str(llama), out, "int8")
 
 
+def test_an_output_layer_may_be_all_that_is_packed(tmp_path: Path) -> None:
+    """GPT-2's own layers are of a kind that is not, and its head is where it is not tied."""
+    model = tiny_models.build("gpt2", tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "gpt2")
+    written = packing.pack(str(tmp_path / "gpt2"), tmp_path / "packed", "int8")
+    assert written.tensors == {"int8": 1} and not written.bits
+    packed = stowage.offload(tmp_path / "packed", weights="*=stream")
+    whole = stowage.offload(tmp_path / "packed", weights="*=resident")
+    assert torch.equal(logits(packed, prompt()), logits(whole, prompt()))
+
+
 @pytest.mark.parametrize(
     ("family", "routers", "experts"),
     [

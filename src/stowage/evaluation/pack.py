@@ -136,7 +136,7 @@ def pack(
         judge(part)
         _give_name(part, directory)
     before = sum(path.stat().st_size for path in files)
-    bits = 8 * written.packed_bytes / written.weights
+    bits = 8 * written.packed_bytes / written.weights if written.weights else 0.0  # the output layer alone
     return Packed(
         directory=str(directory),
         weights=form,
