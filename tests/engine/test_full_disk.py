@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from stowage.engine.engine import Engine
+from stowage.storage.disk.tier import segment_bytes_within
 from tests.disk_client import Client, steady_bytes, used_bytes
 from tests.engine.conftest import Reference, assert_same, greedy, random_prompt
 from tests.nursery import wait_until
@@ -67,6 +68,17 @@ def test_a_disk_that_is_really_full(small: Path) -> None:
         client.check()
     with Client(small / "c", 512 * MIB) as client:
         assert client.load([key("again")], [MIB]).ok.all()
+
+
+def test_a_limit_larger_than_the_file_system(small: Path) -> None:
+    """An eighth of such a limit may be all that there is, or more: segments follow the file system's size."""
+    with Client(small / "c", 1024 * MIB) as client:
+        assert all(client.store([key(n)], [MIB]).ok.all() for n in range(100))
+        live = [n for n in range(100) if client.hits([key(n)])[0]]
+        assert len(live) > 40 and live[-1] == 99
+        assert client.load([key(n) for n in live], [MIB] * len(live)).ok.all()
+        client.tier.set_limit(32 * MIB)
+        assert client.stats()["segment_bytes"] == segment_bytes_within(32 * MIB, 0)
 
 
 @pytest.mark.slow

@@ -11,12 +11,22 @@ import pytest
 
 from stowage.errors import BudgetError
 from stowage.storage.disk import DiskTier, least_limit_bytes
+from stowage.storage.disk.files import RealFileSystem
 from stowage.storage.disk.system import System
 from stowage.testing.faults import FaultyFileSystem
 from tests.disk_client import NAMESPACE, Client, only_segment, steady_bytes, used_bytes
 from tests.tier_client import keys_of
 
 MIB = 1 << 20
+
+
+class FewFiles(RealFileSystem):
+    """A file system with bytes to spare, and room for the lock and three files more."""
+
+    def open(self, name: str, flags: int, dir_fd: int) -> int:
+        if flags & os.O_EXCL and len(os.listdir(dir_fd)) >= 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().open(name, flags, dir_fd)
 
 
 def test_the_limit_holds_and_the_oldest_go_first(tmp_path: Path) -> None:
@@ -110,6 +120,16 @@ def test_a_full_disk_gives_up_the_oldest_for_the_newest(tmp_path: Path) -> None:
         assert client.store(keys_of(9), [MIB]).ok.all()
         assert client.hits(keys_of(0, 3, 9)) == [False, True, True]
         assert client.stats()["enospc"] == 1
+
+
+def test_a_disk_without_room_for_another_file_gives_up_the_oldest_too(tmp_path: Path) -> None:
+    with Client(tmp_path / "c", system=System(files=FewFiles()), segment_bytes=2 * MIB) as client:
+        for n in range(6):
+            assert client.store(keys_of(n), [MIB]).ok.all()
+        assert client.hits(keys_of(*range(6))) == [False, False, False, True, True, True]
+        assert client.load(keys_of(3, 4, 5), [MIB] * 3).ok.all()
+        assert client.stats()["enospc"] == 3
+        client.check()
 
 
 def test_a_file_system_without_preallocation_still_keeps_the_limit(

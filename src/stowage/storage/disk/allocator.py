@@ -6,9 +6,10 @@ full length, and only after the sum of everything in the directory leaves room f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 from stowage.config.disk_room import DISK_FULL
 from stowage.config.memory import format_size
@@ -21,6 +22,8 @@ from stowage.storage.disk.recovery import State, is_sealed, repair
 from stowage.storage.format import segment
 from stowage.storage.format.protection import Guard, Mark, Protection
 from stowage.storage.format.segment import SegmentName, pack_segment_header
+
+T = TypeVar("T")
 
 LOCK_TIMEOUT_S: Final = 2.0
 SEQUENCE_MAX: Final = (1 << 63) - 1
@@ -99,26 +102,37 @@ class SegmentAllocator:
                 raise
 
     def _make(self, name: SegmentName, segment_bytes: int, mark: Mark) -> SegmentFile:
-        """Makes the file at its full length. A full disk costs the oldest segments first."""
+        """Makes the file at its full length. A full disk, also of files, costs the oldest segments first."""
         length = segment_bytes - metadata_bytes(segment_bytes)
-        file = self._directory.create_segment(name)
+        file = self._on_full_disk(partial(self._directory.create_segment, name))
         try:
-            while True:
-                try:
-                    file.allocate(length)
-                    break
-                except OSError as error:
-                    if error.errno not in DISK_FULL:
-                        raise
-                    self._counters.add("enospc", directory=str(self._directory.path), needed=format_size(length))
-                    file.truncate(0)
-                    if not self._reclaim(self._directory.entries(), 1):
-                        raise
+            self._on_full_disk(partial(self._allocate, file, length), length)
             file.write([in_pages(pack_segment_header(name, length, self._namespace, mark))], 0)
         except BaseException:
             self._discard(file, name)
             raise
         return file
+
+    def _on_full_disk(self, make: Callable[[], T], needed_bytes: int = 0) -> T:
+        """What `make` returns; while the disk is full for it, the oldest segment goes. Raises OSError."""
+        while True:
+            try:
+                return make()
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+                needed = format_size(needed_bytes) if needed_bytes else "one more file"
+                self._counters.add("enospc", directory=str(self._directory.path), needed=needed)
+                if not self._reclaim(self._directory.entries(), 1):
+                    raise
+
+    @staticmethod
+    def _allocate(file: SegmentFile, length: int) -> None:
+        try:
+            file.allocate(length)
+        except OSError:
+            file.truncate(0)  # some of it may have been given
+            raise
 
     def _discard(self, file: SegmentFile, name: SegmentName) -> None:
         """Takes back a file that could not be made."""

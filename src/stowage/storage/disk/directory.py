@@ -206,6 +206,10 @@ class Directory:
         found.sort(key=lambda entry: (entry.name.sequence, entry.name.id) if entry.name else (-1, b""))
         return found
 
+    def capacity_bytes(self) -> int:
+        """What the file system has in all; 0: it does not say."""
+        return self.system.descriptors.capacity(self._fd)
+
     def open_segment(self, name: SegmentName, *, writable: bool = False) -> SegmentFile:
         """An existing segment. Raises OSError (ENOENT: reclaimed), FormatError for what must not be read."""
         file = self._open(str(name), os.O_RDWR if writable else os.O_RDONLY)

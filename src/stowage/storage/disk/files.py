@@ -1,4 +1,4 @@
-"""File operations of the disk tier: six that move or make bytes, six that look after descriptors; scattered I/O on top.
+"""File operations of the disk tier: six on bytes, seven that look after descriptors; scattered I/O on top.
 
 Everything is relative to a directory descriptor, follows no links and is closed on exec. Direct I/O wants addresses,
 lengths and offsets in whole pages; `pages` gives memory for what does not lie so.
@@ -102,7 +102,7 @@ class Status:
 
 
 class Descriptors(Protocol):
-    """The bookkeeping besides `FileSystem`. All but `close` raise OSError."""
+    """The bookkeeping besides `FileSystem`. All but `close` and `capacity` raise OSError."""
 
     def open_directory(self, path: Path) -> int:
         """A descriptor of a directory that is ours alone, made where it is missing. Raises DirectoryError."""
@@ -111,6 +111,9 @@ class Descriptors(Protocol):
 
     def status(self, fd: int, name: str | None = None) -> Status:
         """Of an open file, or of `name` in an open directory; a link is not followed."""
+
+    def capacity(self, dir_fd: int) -> int:
+        """Bytes that the file system of an open directory has in all; 0: it does not say."""
 
     def listing(self, dir_fd: int) -> list[tuple[str, Status]]:
         """What lies in an open directory, in no order. What vanishes meanwhile is left out."""
@@ -133,6 +136,13 @@ class RealDescriptors:
 
     def status(self, fd: int, name: str | None = None) -> Status:
         return _status(os.fstat(fd) if name is None else os.stat(name, dir_fd=fd, follow_symlinks=False))
+
+    def capacity(self, dir_fd: int) -> int:
+        try:
+            found = os.fstatvfs(dir_fd)
+        except OSError:
+            return 0
+        return found.f_blocks * found.f_frsize
 
     def listing(self, dir_fd: int) -> list[tuple[str, Status]]:
         found = []

@@ -52,11 +52,12 @@ class DiskTier(Reporter):
 
     `limit_bytes` bounds the whole directory, whoever writes in it. `chunk_bytes_max` (0: not known) is the longest
     payload to be stored: the limit must hold it. `segment_bytes` is what one segment takes on disk (default: an eighth
-    of the limit, up to 256 MiB). `protection`: what chunks are sealed with, a checksum by default; segments under
-    another one are left alone until their turn to go. `compression`: whether chunks are packed without loss where that
-    pays; whatever is there is read in either form. Loads of chunks here and there wait for others that may lie
-    between, at most `patience_s` of their bytes. Memory: up to 4 MiB of staging for the writer and for each reader,
-    what is being written packed (up to about 64 MiB) or read packed (about 16 MiB), and what `Index` says per chunk.
+    of the limit, or of the file system where that is smaller, up to 256 MiB). `protection`: what chunks are sealed
+    with, a checksum by default; segments under another one are left alone until their turn to go. `compression`:
+    whether chunks are packed without loss where that pays; whatever is there is read in either form. Loads of chunks
+    here and there wait for others that may lie between, at most `patience_s` of their bytes. Memory: up to 4 MiB of
+    staging for the writer and for each reader, what is being written packed (up to about 64 MiB) or read packed (about
+    16 MiB), and what `Index` says per chunk.
 
     Raises DirectoryError for a directory that cannot be trusted or used, BudgetError for a limit that is too small.
     """
@@ -88,9 +89,12 @@ class DiskTier(Reporter):
         self._counters = Counters(Trouble("stowage.disk", self._system.timer))
         self._closed = False
         path = Path(directory)
-        self._segment_bytes_of = partial(_segment_bytes, path, wanted=segment_bytes, chunk_bytes_max=chunk_bytes_max)
-        self._segment_bytes = self._segment_bytes_of(limit_bytes)
+        _check_limit(path, limit_bytes, chunk_bytes_max)
+        self._chunk_bytes_max = chunk_bytes_max
         self._directory = Directory(path, limit_bytes, self._system, self._counters, direct)
+        capacity_bytes = self._directory.capacity_bytes() or limit_bytes
+        self._segment_bytes_of = partial(_segment_bytes, capacity_bytes, chunk_bytes_max, segment_bytes)
+        self._segment_bytes = self._segment_bytes_of(limit_bytes)
         self._index = Index()
         self._catalog = Catalog(self._directory, self._index, namespace, self._protection, self._counters)
         room = SegmentAllocator(self._directory, namespace, self._protection, self._counters)
@@ -158,6 +162,7 @@ class DiskTier(Reporter):
 
         Every process that shares the directory keeps its own limit, so all should be given the same.
         """
+        _check_limit(self._directory.path, limit_bytes, self._chunk_bytes_max)
         self._segment_bytes = self._segment_bytes_of(limit_bytes)
         self._limit_bytes = self._directory.limit_bytes = limit_bytes
         self._storer.change_limit(self._segment_bytes, limit_bytes - OWN_BYTES)
@@ -212,7 +217,7 @@ class DiskTier(Reporter):
         return lambda: until_s - timer()
 
 
-def _segment_bytes(path: Path, limit_bytes: int, *, wanted: int | None, chunk_bytes_max: int) -> int:
+def _check_limit(path: Path, limit_bytes: int, chunk_bytes_max: int) -> None:
     least = least_limit_bytes(max(1, chunk_bytes_max))
     if limit_bytes < least:
         raise BudgetError(
@@ -220,7 +225,12 @@ def _segment_bytes(path: Path, limit_bytes: int, *, wanted: int | None, chunk_by
             + (f" of {chunk_bytes_max} bytes" if chunk_bytes_max else "")
             + f". The least that works is {least} bytes: give it that or more."
         )
-    return segment_bytes_within(limit_bytes, chunk_bytes_max, wanted)
+
+
+def _segment_bytes(capacity_bytes: int, chunk_bytes_max: int, wanted: int | None, limit_bytes: int) -> int:
+    """Several segments fit into a file system that is smaller than the limit, too."""
+    room_bytes = max(least_limit_bytes(max(1, chunk_bytes_max)), min(limit_bytes, capacity_bytes))
+    return segment_bytes_within(room_bytes, chunk_bytes_max, wanted)
 
 
 def segment_bytes_within(limit_bytes: int, chunk_bytes_max: int, wanted: int | None = None) -> int:

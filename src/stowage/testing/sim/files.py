@@ -228,6 +228,9 @@ class SimFiles:
         allocated = self._disk.allocated_bytes(inode)
         return Status(True, inode.links, os.geteuid(), len(inode.data), allocated, inode.number)
 
+    def capacity(self, dir_fd: int) -> int:
+        return self._disk.capacity_bytes
+
     def listing(self, dir_fd: int) -> list[tuple[str, Status]]:
         self._enter()
         self._fail("listing_eio", errno.EIO)
