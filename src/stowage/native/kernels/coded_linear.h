@@ -162,9 +162,9 @@ static void coded_fill(const Linear *job, int64_t n, int64_t wide, uint16_t *to,
     for (int64_t k = 0, end; k < job->inputs; k = end) {
         end = coded_end(job, k, HALVES_DEPTH);
         const CodedWays *ways = coded_ways(job, k);
-        for (int64_t i = 0; i < wide; i++) {
+        const uint8_t *at = coded_begin(job, n, k);
+        for (int64_t i = 0; i < wide; i++, at += job->w_row) {
             Coded row = coded_row(job, n + i);
-            const uint8_t *at = coded_begin(job, n + i, k);
             uint16_t *own = to + i * stride + k;
             int left = (int)((end - k) % 32);
             if (ways->scales)
@@ -225,12 +225,13 @@ static void coded_panel(const Linear *job, int way, int64_t first, int64_t wide,
     for (int64_t k = 0, end; k < job->inputs; k = end) {
         end = coded_end(job, k, HALVES_NEAR / rows);
         const CodedWays *ways = coded_ways(job, k);
+        const uint8_t *begin = coded_begin(job, first, k);
         int64_t x_row = coded_near(job, rows, k, end - k, near);
         for (int64_t n = 0; n < wide; n += step) {
             const uint8_t *at[4];
             int c = wide - n < step ? (int)(wide - n) : step;
             for (int i = 0; i < step; i++)
-                at[i] = coded_begin(job, first + n + (i < c ? i : 0), k);
+                at[i] = begin + (n + (i < c ? i : 0)) * job->w_row;
             int there = !ways->scales || (step == 4 && coded_scales_of_four(job, at, end - k, scales));
             for (int i = 0; !there && i < step; i++) {
                 Coded own = coded_row(job, first + n + (i < c ? i : 0));
