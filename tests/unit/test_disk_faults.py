@@ -66,6 +66,21 @@ def test_a_bad_sector_costs_one_chunk(tmp_path: Path) -> None:
         assert client.hits(names) == outcome.ok.tolist(), "the next store writes it anew"
 
 
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_too_many_open_files_cost_no_stored_chunk(tmp_path: Path, code: int) -> None:
+    files = FaultyFileSystem()
+    names = keys_of(*range(10))
+    with Client(tmp_path / "c", system=System(files=files), refresh_s=1e9) as client:
+        client.store(names, [8192] * 10)
+        client.close()
+    with Client(tmp_path / "c", system=System(files=files), refresh_s=1e9) as client:
+        files.fail("open", code)
+        assert not client.load(names, [8192] * 10).ok.any()
+        assert all(client.hits(names)) and client.stats()["read_errors"] == 10
+        files.heal()
+        assert client.load(names, [8192] * 10).ok.all()
+
+
 def test_short_reads_and_writes_are_continued(tmp_path: Path) -> None:
     files = FaultyFileSystem()
     files.shorten("preadv", 8192)

@@ -41,6 +41,7 @@ COUNTED: Final = {
     Result.CORRUPT: "corrupt",
     Result.GONE: "vanished",
     Result.FAILED: "read_errors",
+    Result.BUSY: "read_errors",
     Result.UNKNOWN: "unknown_codes",
 }
 
@@ -366,8 +367,9 @@ class Loader:
             return
         for at, result in enumerate(results):
             if result is not Result.OK:
-                # Even if only the disk failed: once forgotten, the chunk is written again by the next store.
-                self._index.drop_record(run.keys[at], run.segment, run.offsets[at])
+                if result is not Result.BUSY:
+                    # Even if only the disk failed: once forgotten, the chunk is written again by the next store.
+                    self._index.drop_record(run.keys[at], run.segment, run.offsets[at])
                 self._counters.add(COUNTED[result], segment=str(run.name))
 
     def _chunks_done(self, flight: LoadFlight, chunks: int) -> None:

@@ -7,6 +7,7 @@ verifying and unpacking (`finish`) are separate steps, which different threads m
 from __future__ import annotations
 
 import enum
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,18 +27,21 @@ from stowage.storage.format.segment import SegmentName
 
 
 class Result(enum.Enum):
-    """CORRUPT: wrong or missing bytes. GONE: the segment was reclaimed. FAILED: an I/O error. UNKNOWN: packed in a
-    format that this version does not know.
+    """CORRUPT: wrong or missing bytes. GONE: the segment was reclaimed. FAILED: an I/O error. BUSY: no file could be
+    opened, which says nothing about the chunk. UNKNOWN: packed in a format that this version does not know.
     """
 
     OK = enum.auto()
     CORRUPT = enum.auto()
     GONE = enum.auto()
     FAILED = enum.auto()
+    BUSY = enum.auto()
     UNKNOWN = enum.auto()
 
 
 _OK: Final = Result.OK
+NO_FILE: Final = frozenset({errno.EMFILE, errno.ENFILE})
+"""The process, or the machine, has as many files open as it may."""
 
 
 @dataclass(slots=True)
@@ -110,7 +114,10 @@ class Reader:
             fetched.results = [Result.GONE] * len(run)
         except FormatError:
             fetched.results = [Result.CORRUPT] * len(run)
-        except OSError:
+        except OSError as error:
+            if error.errno in NO_FILE:
+                fetched.results = [Result.BUSY] * len(run)
+                return fetched
             # One bad sector must not fail its neighbours.
             parts = [run.part(at, at + 1) for at in range(len(run))] if len(run) > 1 else []
             fetched.results = [self.read(part)[0] for part in parts] or [Result.FAILED]

@@ -12,6 +12,7 @@ alone. Engines that know a removed chunk find that it does not verify, as before
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,9 +231,10 @@ class _Scrub:
                     continue
                 bad.append(offset)
                 report.bad += 1
-                report.unreadable += result is Result.FAILED
+                is_unreadable = result in (Result.FAILED, Result.BUSY)
+                report.unreadable += is_unreadable
                 if len(report.listed) < LISTED_MAX:
-                    report.listed.append(BadChunk(str(name), offset, length, result is Result.FAILED))
+                    report.listed.append(BadChunk(str(name), offset, length, is_unreadable))
         return bad
 
     # Removing
@@ -266,6 +268,8 @@ class _Scrub:
         for batch in found.batches:
             some = batch[np.isin(batch["offset"], suspects)]
             for offset, length, result in self._inspector.read(name, found.header, guard, some):
+                if result is Result.BUSY:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 if result is Result.FAILED:
                     _require_medium_error(file, offset, length)
                 if result is not Result.OK:
