@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,24 @@ def test_what_a_hook_adds_to_weights_without_a_backward_pass_is_refused(checkpoi
     with pytest.raises(stowage.ModelError, match="offloaded weights have no gradients"):
         model(input_ids=prompt())
     assert torch.equal(logits(model, prompt()), expected)
+
+
+def test_a_forward_without_a_backward_pass_keeps_nothing(both: Callable[[str], tuple[Any, Any]]) -> None:
+    """As where a loss is only looked at."""
+    model = adapted(both("*=stream")[0])
+    kept = list[weakref.ref[Any]]()
+
+    class Marked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, given: Tensor) -> Tensor:
+            ctx.mark = type("Mark", (), {})()
+            kept.append(weakref.ref(ctx.mark))
+            return given.clone()
+
+    model.base_model.model.model.layers[0].register_forward_hook(lambda _module, _args, out: Marked.apply(out))
+    assert model(input_ids=prompt(), labels=prompt()).loss.requires_grad
+    gc.collect()
+    assert len(kept) == 1 and kept[0]() is None
 
 
 def test_gradients_that_are_not_there_are_no_zeros(both: Callable[[str], tuple[Any, Any]]) -> None:

@@ -99,7 +99,7 @@ class Gradients:
         self.saved = True
         numbers = self._numbers.get(storage_of(tensor))
         if numbers is None:
-            return tensor
+            return tensor.detach()  # a node that kept its own output as it is would keep itself, and never be freed
         offset = int(tensor.storage_offset())
         return _Kept(*numbers, tuple(tensor.shape), tuple(tensor.stride()), offset, tensor.dtype)
 
