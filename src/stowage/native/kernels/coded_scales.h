@@ -2,6 +2,15 @@
  *
  * That it is done for a whole piece before its codes are looked at leaves a load of each scale for the loop over codes.
  */
+/* 16 bytes of each of four rows. */
+static inline ALWAYS __m512i coded_quarters(const uint8_t *const at[4], int first)
+{
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(at[0] + first)));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[1] + first)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[2] + first)), 2);
+    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[3] + first)), 3);
+}
+
 /* Of 16 bytes that blocks begin with, one in each quarter: the eight numbers that scales are multiplied with, and then those of
  * the least values. See `scales_k`. */
 static inline ALWAYS __m512i coded_numbers_k(__m512i v)
@@ -16,12 +25,7 @@ static inline ALWAYS __m512i coded_numbers_k(__m512i v)
 /* As `scales_k` of one block or of four, whose scales are CODED_SCALES apart, with the least values negated. */
 static inline ALWAYS void coded_scales_k(const uint8_t *const *blocks, int rows, float *to)
 {
-    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)blocks[0]));
-    if (rows == 4) {
-        v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)blocks[1]), 1);
-        v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)blocks[2]), 2);
-        v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)blocks[3]), 3);
-    }
+    __m512i v = rows == 4 ? coded_quarters(blocks, 0) : _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)blocks[0]));
     __m512i numbers = coded_numbers_k(v), quarters[4] = {numbers};
     __m512i first = _mm512_setr_epi64(0x0009000800010000, 0x0019001800110010, 0, 0, 0, 0, 0, 0); /* words of quarters */
     __m512 halves = _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutexvar_epi16(first, v)));
@@ -194,11 +198,6 @@ static void coded_scales(const Linear *job, const Coded *row, const uint8_t *at,
         return;
     case NVFP4:
         coded_scales_e4m3(row, k / 16, depth / 16, to);
-        return;
-    case IQ4_NL: /* looked up */
-    case F32:
-    case F16:
-    case BF16:
         return;
     default:
         coded_scales_apart(job, row, k, depth, step, to);

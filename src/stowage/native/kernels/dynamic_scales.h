@@ -52,15 +52,6 @@ FOUND(mxfp4_block)
     *own = *more = _mm512_mul_ps(coded_powers(found), _mm512_set1_ps(0.5f));
 }
 
-/* 16 bytes of each output. */
-static inline ALWAYS __m512i dynamic_sixteens(const uint8_t *const at[4], int first)
-{
-    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(at[0] + first)));
-    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[1] + first)), 1);
-    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[2] + first)), 2);
-    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at[3] + first)), 3);
-}
-
 /* Byte `order[4 q + j]` of output i to byte j of lane 4 q + i. */
 static inline ALWAYS __m512i dynamic_dealt(__m512i v, __m512i order)
 {
@@ -84,7 +75,7 @@ static inline ALWAYS __m512 dynamic_byte(__m512i v, int byte)
 /* As `scales_k`, with the least values negated. */
 FOUND(q4_k)
 {
-    __m512i v = dynamic_sixteens(at, 0);
+    __m512i v = coded_quarters(at, 0);
     __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m512i bits = dynamic_dealt(coded_numbers_k(v), _mm512_broadcast_i32x4(order));
     __m512 scale = dynamic_half_at(v, 0), least = dynamic_half_at(v, 1);
@@ -104,9 +95,9 @@ static inline ALWAYS __m512 dynamic_signed_byte(__m512i v, int byte)
 
 FOUND(q6_k)
 {
-    __m512 scale = dynamic_half_at(dynamic_sixteens(at, 194), 7);
+    __m512 scale = dynamic_half_at(coded_quarters(at, 194), 7);
     __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-    __m512i bits = dynamic_dealt(dynamic_sixteens(at, 192), _mm512_broadcast_i32x4(order));
+    __m512i bits = dynamic_dealt(coded_quarters(at, 192), _mm512_broadcast_i32x4(order));
     own[0] = _mm512_mul_ps(scale, dynamic_signed_byte(bits, 0));
     more[0] = _mm512_mul_ps(scale, dynamic_signed_byte(bits, 1));
     own[1] = _mm512_mul_ps(scale, dynamic_signed_byte(bits, 2));

@@ -185,7 +185,7 @@ static void dynamic_few_here(const Linear *job, int64_t begin, int64_t end)
             for (int r = 0; r < 1 << way; r++)
                 kept[r] = _mm512_setzero_ps();
             few(x, x_row, at, whole, at[0] + DYNAMIC_AHEAD, NULL, kept);
-            if (left) {
+            if (left) { /* and fetch on from where the whole groups ended */
                 for (int64_t i = 0; i < 4; i++)
                     last_at[i] = copied ? memcpy(last[i], at[i] + tail, left) : at[i] + tail;
                 few(x + whole, x_row, last_at, 1, at[0] + DYNAMIC_AHEAD + 4 * tail, NULL, kept);
